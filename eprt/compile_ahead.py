@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from io import BufferedRWPair
 from typing import Any
@@ -28,10 +27,8 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager, triton_key
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eprt.launching import INTERPRETED, Specialization, name_callees_first, recording, shared_cache
 from eprt.support import Device
@@ -44,30 +41,6 @@ PATIENCE = 180.0  # seconds that a process gets for a kernel; the first of each 
 _MARK = "eprt-compiled"
 _WORKER = "from eprt.compile_ahead import serve; serve()"
 _along: list[Specialization] = []  # what the next `compile_ahead` compiles beside its own
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """What a tensor descriptor is to Triton's compiler."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    layout: Any = None  # Gluon's
-
-    @classmethod
-    def of(cls, argument: Any) -> Any:
-        """Returns what stands for a descriptor; other arguments as they are."""
-        if isinstance(argument, TensorDescriptor):
-            return cls(argument.base.dtype, tuple(argument.block_shape))
-        if isinstance(argument, GluonDescriptor):
-            return cls(argument.base.dtype, tuple(argument.block_shape), argument.layout)
-        return argument
-
-    def descriptor(self) -> Any:
-        base = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        if self.layout is None:
-            return TensorDescriptor.from_tensor(base, list(self.shape))
-        return GluonDescriptor.from_tensor(base, list(self.shape), self.layout)
 
 
 def compile_ahead(
@@ -154,13 +127,13 @@ def compile_all(
 def _pickled(spec: Specialization) -> bytes:
     """Returns a specialization as another process can read it."""
     function = spec.kernel.fn
-    return pickle.dumps((function.__module__, function.__name__, tuple(map(_Blocks.of, spec.arguments)), spec.named))
+    return pickle.dumps((function.__module__, function.__name__, spec.arguments, spec.named))
 
 
 def _specialization(job: bytes) -> Specialization:
     module, name, arguments, named = pickle.loads(job)
     kernel = getattr(importlib.import_module(module), name)
-    return Specialization(kernel, tuple(a.descriptor() if isinstance(a, _Blocks) else a for a in arguments), named)
+    return Specialization(kernel, arguments, named)
 
 
 def _cost(spec: Specialization) -> tuple[bool, int]:
@@ -176,8 +149,7 @@ def _mark(spec: Specialization, target: Device) -> str:
     if function.__module__ == "__main__" or getattr(module, function.__name__, None) is not spec.kernel:
         return ""
     name_callees_first(spec.kernel)
-    arguments = tuple(map(_Blocks.of, spec.arguments))
-    text = f"{triton.__version__} {spec.kernel.cache_key} {target.sm} {arguments} {spec.named}"
+    text = f"{triton.__version__} {spec.kernel.cache_key} {target.sm} {spec.arguments} {spec.named}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

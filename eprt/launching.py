@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,7 +74,7 @@ class CachedKernel:
         arguments: what each of the kernel's first arguments is specialized for: a tensor's dtype, None, an int of the
             same class (`like`), or the value itself (tensor descriptors, tuples of addresses). Tensors are contiguous,
             start at a multiple of 16 bytes unless the kernel says otherwise, and lie on that device. A tensor of
-            another dtype is read as if it had this one.
+            another dtype is read as if it had this one. None of their memory is kept.
         constants: the kernel's remaining arguments by name, without PDL.
         pdl: use programmatic dependent launch where the GPU has it (sm90): the kernel is set up while the previous
             one still runs, and must wait for it before it touches its results. A constant PDL says so to the kernel.
@@ -95,6 +95,7 @@ class CachedKernel:
             options["launch_pdl"] = True
         if "PDL" in kernel.arg_names:
             constants = {**constants, "PDL": pdl}
+        arguments = tuple(map(_without_memory, arguments))
         self._constants = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._kernel = kernel
         self._dtypes = arguments
@@ -140,6 +141,16 @@ class CachedKernel:
             x, y, z, self._stream(device), self._function, self._metadata, None, None, None, *arguments,
             *self._constants,
         )  # fmt: skip
+
+
+def _without_memory(argument: Any) -> Any:
+    """Returns a tensor descriptor of the same blocks on no memory, which a kernel would keep from being freed as long
+    as itself; other arguments as they are."""
+    if not hasattr(argument, "block_shape"):
+        return argument
+    block = list(argument.block_shape)
+    base = torch.empty(block, dtype=argument.base.dtype, device="meta")
+    return replace(argument, base=base, shape=block, strides=list(base.stride()))
 
 
 def name_callees_first(kernel: Any, named: set[int] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -133,6 +134,22 @@ def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch):
         assert "TRITON_PTXAS_PATH" not in os.environ
         assert compiler.get_ptxas_version.cache_info().currsize == 0
     assert os.environ["TRITON_PTXAS_PATH"] == str(torchs)
+
+
+def test_a_warm_up_keeps_no_memory_of_its_tokens():
+    """Kernels outlive it: what they are specialized for must not hold the rows between the two matrices."""
+    ((config, _),) = kinds_of_layers(gpt_oss_config(1, 8, 2, 256, 128))
+    shard = ExpertPlacement(8, ParallelConfig(1)).shard(0)
+    with compiled_for(SM90), recording() as found:
+        weights = random_experts(config, 8, torch.device("cpu"))
+        executor = TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat"))
+        before = {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+        executor.warmup(4096)
+    assert any(hasattr(each, "block_shape") for kernel in found for each in kernel.arguments)
+    gc.collect()
+    made = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in before]
+    weights = {each.untyped_storage()._cdata for each in executor.slot_tensors().values()}
+    assert [each.shape for each in made if each.untyped_storage()._cdata not in weights and each.numel() > 256**2] == []
 
 
 def test_what_is_recorded_is_compiled_by_a_later_call(monkeypatch):
