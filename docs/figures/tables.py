@@ -460,6 +460,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_one_gpu": lambda: duel("vllm_gpt_oss_20b_h200_x1", "vLLM"),
     "sglang_one_gpu": lambda: duel("sglang_gpt_oss_20b_h100_x1", "SGLang"),
     "sglang_qwen3": lambda: duel("sglang_qwen3_h100_x1", "SGLang"),
+    "sglang_two_gpus": lambda: duel("sglang_gpt_oss_20b_h100_x2", "SGLang"),
+    "sglang_memory": lambda: duel_memory("sglang_gpt_oss_20b_h100_x2"),
     "gpu_tests": gpu_tests,
     "faults_cpu": lambda: faults("faults_cpu"),
     "faults_h200_x2": lambda: faults("faults_h200_x2"),
