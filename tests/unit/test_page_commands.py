@@ -21,6 +21,7 @@ SMALLER = {
     "bench dispatch": [*TINY, "--shapes", "h2880k4", "--transports", "torch"],
     "bench router": ["--tokens", "2", "--shapes", "gpt-oss-120b"],
     "bench exchange": ["--world", "2", "--device", "cpu", "--rounds", "5"],
+    "warm": ["--max-tokens-per-rank", "1"],
     "bench step": ["--device", "cpu", "--models", "tiny", "--layers", "1", "--tokens", "1", "--rounds", "1"],
 }
 ELSEWHERE = {  # with the page's own backends
