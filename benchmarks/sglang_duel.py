@@ -7,9 +7,9 @@ makes itself: a gpt-oss checkpoint in MXFP4, SGLang's own dummy weights for the 
 again after loading). `--dp` above 1 is data-parallel attention, experts parallel over the same ranks.
 
 `--plugins none none:marlin eprt` has several of SGLang's runners as peers: the quickest one is compared. Both engines
-have the same attention backend, `--attention`. A step is the time of `--tokens` tokens less that of a third of them,
-of all sequences at once, by their difference: no prefill is in it. Each batch is measured `--rounds` times in each of
-`--starts` starts; what is compared is the median of all.
+have the same attention backend, `--attention`. A step is what SGLang's own counter says of stretches of
+`--tokens` / 6 decode steps of all sequences without a prefill. Each batch is measured `--rounds` times in each of
+`--starts` starts; what is compared is the median of all stretches.
 
 Memory of a GPU is the most in use by all its processes, and what its weights took by SGLang's log. By default SGLang
 fills what is left with its KV cache: `--engine '{"max_total_tokens": 65536}'` gives both engines the same.

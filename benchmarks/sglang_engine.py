@@ -18,6 +18,10 @@ from typing import Any
 import gpu_memory
 
 FOLDER = Path(__file__).resolve().parent
+DECODED = re.compile(
+    r"Decode batch, #running-req: (\d+), #(?:full )?token: (\d+),.*gen throughput \(token/s\): ([\d.]+)"
+)
+OTHER_RANK = re.compile(r" DP[1-9]\d*| TP[1-9]\d*")
 
 
 def most_tokens(a: argparse.Namespace) -> int:
@@ -52,7 +56,7 @@ def measure(a: argparse.Namespace, folder: Path, log: Path) -> None:
             raise RuntimeError(f"routers keep their dummy weights: {changed}")
     found: dict[str, Any] = {"ready_s": time.perf_counter() - started, "rows": []}
     for batch in a.batches:
-        found["rows"] += steps(llm, a, batch)
+        found["rows"] += steps(llm, a, batch, log)
         log.with_suffix(".json").write_text(json.dumps(found))  # kept if a later batch runs out of time
     if a.profile:
         llm.start_profile(
@@ -91,20 +95,40 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "log_level": "info",
+        "decode_log_interval": max(1, a.tokens // 6),
     }
     return settings | a.engine
 
 
-def steps(llm: Any, a: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
+def steps(llm: Any, a: argparse.Namespace, batch: int, log: Path) -> list[dict[str, Any]]:
     """Measures decode steps of so many sequences a rank; first unmeasured, as SGLang compiles kernels then."""
-    few = a.tokens // 3
-    seconds(llm, a, batch, few)
-    rows: list[dict[str, Any]] = []
-    for number in range(a.rounds):
-        (short, _), (long, distinct) = (seconds(llm, a, batch, tokens) for tokens in (few, a.tokens))
-        step = (long - short) / (a.tokens - few)
-        rows.append({"batch": batch, "round": number, "step_ms": step * 1e3, "distinct": distinct})
-    return rows
+    seconds(llm, a, batch, a.tokens // 3)
+    begin = log.stat().st_size
+    distinct = [seconds(llm, a, batch, a.tokens)[1] for _ in range(a.rounds)][-1]
+    found = decode_ms(log.read_bytes()[begin:].decode(errors="replace"), batch)
+    if not found:
+        raise RuntimeError(f"no stretch of decode steps of {batch} sequences alone: give more --tokens")
+    return [{"batch": batch, "round": n, "step_ms": ms, "distinct": distinct} for n, ms in enumerate(found)]
+
+
+def decode_ms(log: str, batch: int) -> list[float]:
+    """Returns ms a step of each stretch in which rank 0 only decoded `batch` sequences, by SGLang's own counter.
+
+    A stretch goes from one of its lines to the next. The first after a prefill counts that, the last of a batch, which
+    has no tokens left, what SGLang does beside.
+    """
+    found, decoding = list[float](), False
+    for line in log.splitlines():
+        if OTHER_RANK.search(line):
+            continue
+        if match := DECODED.search(line):
+            running, tokens, rate = int(match[1]), int(match[2]), float(match[3])
+            if decoding and running == batch and tokens and rate:
+                found.append(batch / rate * 1e3)
+            decoding = running == batch
+        elif "Prefill batch" in line:
+            decoding = False
+    return found
 
 
 def seconds(llm: Any, a: argparse.Namespace, batch: int, added: int) -> tuple[float, int]:

@@ -90,3 +90,24 @@ def test_models_are_families_with_experts_in_their_format(imported, name: str, t
     config = family.moe_config(hf, family.moe_layers(hf)[-1])
     assert config.weight_format == FORMATS[name]
     assert duel.LIMITS[name] == (0.85 if name.startswith("gpt-oss") else 0.95)
+
+
+def test_sglang_steps_are_those_of_stretches_that_only_decode(imported) -> None:
+    """By its own lines: not of another rank or batch, not with a prefill in it, not the one in which a batch ends."""
+
+    def decoded(running: int, tokens: int, rate: float, rank: str = "", kind: str = "") -> str:
+        counted = f"#running-req: {running}, #{kind}token: {tokens}, {kind}token usage: 0.00, cuda graph: True"
+        return f"[17:37:04{rank}] Decode batch, {counted}, gen throughput (token/s): {rate}, #queue-req: 0"
+
+    lines = [
+        decoded(4, 90, 4000.0),  # of an earlier batch
+        "[17:37:04] Prefill batch, #new-seq: 4, #new-token: 16, #running-req: 0, input throughput (token/s): 19.76",
+        decoded(4, 36, 100.0),
+        decoded(4, 100, 2000.0),
+        decoded(4, 100, 10.0, " DP1 TP1 EP1"),
+        decoded(4, 164, 1000.0, " DP0 TP0 EP0", "full "),  # where some layers attend to a window
+        decoded(4, 0, 400.0),
+        decoded(2, 8, 50.0),
+        decoded(2, 9, 500.0),
+    ]
+    assert imported("sglang_engine").decode_ms("\n".join(lines), 4) == [2.0, 4.0]
