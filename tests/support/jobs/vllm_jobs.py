@@ -227,9 +227,9 @@ def slept(context: Any, path: str) -> dict[str, Any]:
     """Outputs of a layer before and after all memory that its loading took was lost, all but what sleep keeps."""
     options = {"placement": path, "count_load": True}
     with plugin(context, config(additional_config={"eprt": options})) as vllm:
-        before = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+        before = {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
         layer = loaded(vllm, context, "model.layers.3.mlp.experts")
-        every = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and id(each) not in before]
+        every = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in before]
         outputs, kept, said = [applied(layer, context.rank)], Kept(), []
         for _ in range(2):
             kept.save(vllm.state.built, lambda tensor: True)
