@@ -145,8 +145,8 @@ class CachedKernel:
 
 def _without_memory(argument: Any) -> Any:
     """Returns a tensor descriptor of the same blocks on no memory, which a kernel would keep from being freed as long
-    as itself; other arguments as they are."""
-    if not hasattr(argument, "block_shape"):
+    as itself; other arguments as they are. Nothing is compiled for the interpreter."""
+    if INTERPRETED or not hasattr(argument, "block_shape"):
         return argument
     block = list(argument.block_shape)
     base = torch.empty(block, dtype=argument.base.dtype, device="meta")
