@@ -64,7 +64,7 @@ def measure(a: argparse.Namespace, folder: Path, log: Path) -> None:
             activities=["GPU" if a.device == "cuda" else "CPU"],
             with_stack=False,
         )
-        seconds(llm, a, a.profile, 32)
+        answered(llm, a, a.profile, 32)
         llm.stop_profile()
     llm.shutdown()
 
@@ -102,9 +102,9 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
 
 def steps(llm: Any, a: argparse.Namespace, batch: int, log: Path) -> list[dict[str, Any]]:
     """Measures decode steps of so many sequences a rank; first unmeasured, as SGLang compiles kernels then."""
-    seconds(llm, a, batch, a.tokens // 3)
+    answered(llm, a, batch, a.tokens // 3)
     begin = log.stat().st_size
-    distinct = [seconds(llm, a, batch, a.tokens)[1] for _ in range(a.rounds)][-1]
+    distinct = [answered(llm, a, batch, a.tokens) for _ in range(a.rounds)][-1]
     found = decode_ms(log.read_bytes()[begin:].decode(errors="replace"), batch)
     if not found:
         raise RuntimeError(f"no stretch of decode steps of {batch} sequences alone: give more --tokens")
@@ -131,15 +131,14 @@ def decode_ms(log: str, batch: int) -> list[float]:
     return found
 
 
-def seconds(llm: Any, a: argparse.Namespace, batch: int, added: int) -> tuple[float, int]:
-    """Returns (seconds for all answers, how many different tokens the first one has)."""
+def answered(llm: Any, a: argparse.Namespace, batch: int, added: int) -> int:
+    """Has so many sequences a rank answered; returns how many different tokens the first answer has."""
     # With dummy weights the last token alone says which experts are next: each sequence has its own.
     prompts = [[7 + i % 400, 11, 12, 7 + i % 400] for i in range(batch * a.dp)]
-    begin = time.perf_counter()
     outputs = llm.generate(
         input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": added, "ignore_eos": True}
     )
-    return time.perf_counter() - begin, len(set(outputs[0]["output_ids"]))
+    return len(set(outputs[0]["output_ids"]))
 
 
 def lively(model: Any, _: Any) -> None:

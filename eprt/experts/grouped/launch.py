@@ -35,7 +35,7 @@ Weights = tuple[Any, Any]  # and their scales
 
 @dataclass(frozen=True)
 class Chip:
-    """What kernels may use on a device.
+    """Says what kernels may use on a device.
 
     Attributes:
         multiprocessors: SMs, which is how many programs run at once if each takes a whole one.
@@ -182,14 +182,14 @@ class Gemm:
 
     @cached_property
     def _takes_warp_specialized(self) -> bool:
-        """Whether the warp-specialized kernel takes this matrix: it has no masks along K."""
+        """Tells whether the warp-specialized kernel takes this matrix: it has no masks along K."""
         from eprt.experts.grouped.pipeline_gluon import LEAST_BLOCKS, block_columns
 
         cols, block = self.matrix.cols, block_columns(self.pair)
         return self._chip.warp_specialized and cols % block == 0 and cols >= LEAST_BLOCKS * block
 
     def _fits_warp_specialized(self, data: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None = None) -> bool:
-        """Whether it also takes these rows: it copies 16 bytes at a time, and offsets have 32 bits."""
+        """Tells whether it also takes these rows: it copies 16 bytes at a time, and offsets have 32 bits."""
         copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out, data if scale is None else scale)
         return self._takes_warp_specialized and copied and data.numel() < INT32
 
