@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import interpreters
 from support.long_tests import LONG, SLOW, TRANSFORMERS
 
 from eprt.ranks.launcher import WorldPool
@@ -20,6 +21,9 @@ from eprt.ranks.servers import preload
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What ranks of the files of TRANSFORMERS import.
+IN_RANKS = ("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
+
 # What `eprt tune` measured on a developer's machine must not choose for the tests, nor for the ranks that they start.
 os.environ["EPRT_PLAN_ROWS"] = f"{os.devnull}/no-rows.json"
 
@@ -28,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--results", type=Path, help="write what passed, and where, as JSON (tests/gpu, tests/integrations)"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", 0) and not hasattr(config, "workerinput"):
+        interpreters.share(*IN_RANKS)
+    interpreters.fork_servers()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -44,7 +54,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.path.stem in TRANSFORMERS for item in items):
-        preload("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.transformers")
+        preload(*IN_RANKS)
     long = re.compile("|".join(LONG))
     for item in items:
         if long.match(f"{item.path.stem}::{item.name}"):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import interpreters
 from support.jobs import rank_jobs as jobs
 from support.processes import descendants, wait_until_gone
 
@@ -36,7 +37,8 @@ def eprt(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_run_reports_for_people(tiny: Path) -> None:
-    done = eprt("run", "--model", str(tiny), "--world", "2", "--steps", "5")
+    words = ("run", "--model", tiny, "--world", "2", "--steps", "5")
+    done = interpreters.run("-m", "eprt", *words, env=environment())
     assert done.returncode == 0, done.stderr
     said = ("Plan: dispatcher torch, executor torch_grouped", "PASS: 1 MoE layer of", "on 2 gloo ranks, 5 steps each")
     assert all(words in done.stdout for words in (*said, "tolerance 1e-02: bf16 keeps 8 bits")), done.stdout

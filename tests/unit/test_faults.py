@@ -10,8 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.interpreters import Interpreter, run
 from support.jobs import fault_jobs as jobs
 from support.ports import free_port
 
@@ -65,19 +64,15 @@ def test_one_verdict_while_ranks_meet_and_without_the_store(victim: int, fate: s
 
 
 @contextmanager
-def agents_store() -> Iterator[tuple[subprocess.Popen, int]]:
+def agents_store() -> Iterator[tuple[Interpreter, int]]:
     """A process that serves a store, and its port."""
     serve = (
         "import sys, time, torch.distributed as d\n"
         "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
         "sys.stdout.write(f'{store.port}\\n')\nsys.stdout.flush()\ntime.sleep(100)"
     )
-    with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            yield server, int(server.stdout.readline())
-        finally:
-            server.send_signal(signal.SIGKILL)
+    with Interpreter("-c", serve) as server:
+        yield server, int(server.stdout.readline())
 
 
 @pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
@@ -144,15 +139,13 @@ with World.from_env("cpu", timeout_s={timeout}) as world:
 """
 
 
-def process(rank: int, size: int, port: int, then: str = "pass", timeout: float = 3.0, **more: str) -> subprocess.Popen:
+def process(rank: int, size: int, port: int, then: str = "pass", timeout: float = 3.0, **more: str) -> Interpreter:
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")}
     environment |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WORLD.format(timeout=timeout, then=then)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment | more, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return Interpreter("-c", WORLD.format(timeout=timeout, then=then), env=environment | more)
 
 
-def finish(*processes: subprocess.Popen) -> list[tuple[int, str]]:
+def finish(*processes: Interpreter) -> list[tuple[int, str]]:
     try:
         return [(p.wait(150), p.stderr.read()) for p in processes]
     finally:
@@ -368,7 +361,7 @@ def test_a_process_whose_host_sits_in_a_kernel_says_so_and_is_heard() -> None:
 def test_a_soak_counts_what_the_process_holds(tmp_path: Path) -> None:
     script, output = Path(__file__).parents[2] / "scripts/soak.py", tmp_path / "soak.json"
     words = ["--world", "2", "--steps", "20", "--output", str(output)]
-    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=100)
+    done = run(script, *words)
     assert "PASS: 20 steps on 2 gloo ranks by torch" in done.stdout, done
     seen = [row for row in json.loads(output.read_text())["rows"] if row["rank"] == 1]
     assert [look["step"] for look in seen] == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 19]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from support.interpreters import Interpreter
 from support.jobs import rank_jobs as jobs
 from support.processes import wait_until_gone
 
@@ -228,19 +227,13 @@ def test_ranks_end_with_their_parent(tmp_path, short_folder, number):
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(tests=str(Path(jobs.__file__).parents[2])))
     settings = os.environ | {"TMPDIR": str(short_folder)}  # a parent that is killed leaves its world's folder there
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    parent = subprocess.Popen([sys.executable, script], **pipes, start_new_session=True, env=settings)
-    try:
+    with Interpreter(script, env=settings, session=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         time.sleep(0.3)  # now the second job hangs
         parent.send_signal(number)
         assert parent.wait(timeout=20) != 0
         wait_until_gone(pids)
-    finally:
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
 
 
 class TestVerdict:

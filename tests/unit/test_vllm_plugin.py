@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.interpreters import run
 from support.jobs import vllm_jobs as jobs
 from support.ports import free_port
 from support.stand_ins.vllm import host
@@ -224,7 +223,6 @@ def test_a_worker_that_ends_names_the_dead_rank_first(tmp_path: Path, end: str, 
     """And waits for that alone: beside a peer that has left in order it ends at once."""
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
-    command = [sys.executable, str(script), str(free_port()), end]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    done = run(script, free_port(), end, cwd=tmp_path)
     assert done.stderr.count("eprt: rank 1 exited: process ") == named, done.stderr
     assert float(done.stdout) < seconds

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.interpreters import Interpreter, run
 from support.jobs import world_jobs as jobs
 from support.ports import free_port
 
@@ -326,8 +325,7 @@ def test_a_multiprocessing_child_that_ends_has_left_and_not_died(tmp_path: Path)
     """As the workers of an engine do."""
     script = tmp_path / "job.py"
     script.write_text(CHILDREN)
-    command = [sys.executable, str(script), str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    done = run(script, free_port(), cwd=tmp_path)
     assert done.stdout == "rank 1 left\n", done.stderr
 
 
@@ -365,10 +363,9 @@ def test_a_forked_child_that_ends_the_ordinary_way_ends(tmp_path: Path, ends: st
     (script := tmp_path / "rank.py").write_text(FORKED)
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([sys.executable, str(script), ends], env=os.environ | meet | {"RANK": str(rank)}, stderr=-1)
-        for rank in range(2)
+        Interpreter(script, ends, env=os.environ | meet | {"RANK": str(rank)}, finalizes=True) for rank in range(2)
     ]
-    assert [(rank.communicate(timeout=90)[1], rank.returncode) for rank in ranks] == [(b"", 0)] * 2
+    assert [(rank.communicate(timeout=90)[1], rank.returncode) for rank in ranks] == [("", 0)] * 2
 
 
 @pytest.mark.long
