@@ -24,6 +24,7 @@ from support.stand_ins.pretended_gpu import DEVICE, Operators, counted_calls
 from support.stand_ins.pretended_gpu import pretended_gpu as pretended
 
 import eprt
+from eprt import compile_ahead
 from eprt.bench.experts import random_experts
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CONFIGS
@@ -133,6 +134,7 @@ def test_a_call_costs_no_more(pair, tmp_path, monkeypatch):
     executor = pair[1]
     monkeypatch.setattr(Requirement, "check", lambda _: Support(True))
     monkeypatch.setattr(SymmetricMemory, "allocate", allocate)
+    monkeypatch.setenv(compile_ahead.PROCESSES, "0")  # nothing is launched
     with pretended() as launches:
         library = {"humming": lambda: humming(monkeypatch, launches, tmp_path)}
         library["cutlass_mxfp4"] = lambda: cutlass(monkeypatch, launches)

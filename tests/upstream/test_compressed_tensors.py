@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +18,7 @@ from eprt.config import ParallelConfig
 from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
 
-pytest.importorskip("compressed_tensors", reason="compressed-tensors isn't installed")
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+pytestmark = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors isn't installed")
 
 GROUP = 32
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
@@ -33,7 +35,15 @@ CASES = {
 }
 
 
-def ranges(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+@cache
+def package() -> SimpleNamespace:
+    """Imported by the first test, not by all workers that collect these. torch.compile would take 20 s for one sum."""
+    with mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda each: each)):
+        names = {name: import_module(f"compressed_tensors.{name}") for name in ("compressors", "quantization")}
+        return SimpleNamespace(**names, utils=import_module("compressed_tensors.quantization.utils"))
+
+
+def ranges(weight: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest and largest values of what shares a scale."""
     rows, cols = weight.shape
     match args.strategy:
@@ -52,9 +62,9 @@ def ranges(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, 
             return groups.amin(2), groups.amax(2)
 
 
-def compressor(format: str, scheme: QuantizationScheme):
+def compressor(format: str, scheme):
     """A maker of one matrix: the tensors that the package stores, and the numbers that it makes of them again."""
-    args, packer = scheme.weights, BaseCompressor.get_value_from_registry(format)
+    args, packer = scheme.weights, package().compressors.BaseCompressor.get_value_from_registry(format)
     assert args is not None
 
     def made(rows: int, cols: int) -> packed_checkpoints.Made:
@@ -68,8 +78,10 @@ def compressor(format: str, scheme: QuantizationScheme):
         else:
             least, most = ranges(weight, args)
         if format.startswith("nvfp4"):
-            state["weight_global_scale"] = generate_gparam(weight.min(), weight.max()).view(1)
-        state["weight_scale"], zero = calculate_qparams(least, most, args, state.get("weight_global_scale"))
+            state["weight_global_scale"] = package().utils.generate_gparam(weight.min(), weight.max()).view(1)
+        state["weight_scale"], zero = package().utils.calculate_qparams(
+            least, most, args, state.get("weight_global_scale")
+        )
         if args.type == "int":
             state["weight_scale"] = state["weight_scale"].bfloat16()
         state["weight_zero_point"] = zero
@@ -82,8 +94,9 @@ def compressor(format: str, scheme: QuantizationScheme):
 
 def compressed(tmp_path, monkeypatch, name: str, format: str, weights: dict):
     """(packed folder, the same numbers in float32, MoE layer) of a model that the package compressed."""
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), format=format)
-    settings = QuantizationConfig(
+    library = package().quantization
+    scheme = library.QuantizationScheme(targets=["Linear"], weights=library.QuantizationArgs(**weights), format=format)
+    settings = library.QuantizationConfig(
         config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*self_attn.*"], format=format
     )
     quant = json.loads(settings.model_dump_json()) | {"quant_method": "compressed-tensors"}
