@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.jobs import compile_jobs as jobs
+from support.libraries import Later, needs
 
-pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+jobs = Later("support.jobs.compile_jobs")
+pytestmark = needs("transformers")
 
 # The same kernels on both sides; what is fused may be rounded elsewhere.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -17,13 +17,17 @@ import torch
 from support.cases import tiny_families
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
+from support.libraries import folder, needs
 
 from eprt.cli import main
 from eprt.config import ParallelConfig
 from eprt.models import has_family
 from eprt.placement import ExpertPlacement
 
-pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers >= 5.23")
+pytestmark = [
+    needs("transformers"),
+    pytest.mark.skipif(not (folder("transformers") / "distributed/expert_parallel.py").exists(), reason=">= 5.23"),
+]
 
 PROMPTS: list[list[list[int]]] = [[[5, 17, 33, 8], [41, 9, 60]], [], [[7, 3]], [[30]]]
 ACCEPTED = 66

@@ -10,10 +10,11 @@ import pytest
 import torch
 from support.cases.model_recipes import RECIPES, known, make_model
 from support.jobs import generation_jobs as jobs
+from support.libraries import needs
 
 from eprt.models import FAMILIES
 
-pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+pytestmark = needs("transformers")
 
 NEW_TOKENS = 6
 # Of each rank: none on the second; the last one runs out first.

@@ -15,8 +15,9 @@ import pytest
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs.generation_jobs import alone
 from support.jobs.started_graphs import OPTIONS, PROMPTS
+from support.libraries import needs
 
-pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+pytestmark = needs("transformers")
 
 ROOT = Path(__file__).parents[2]
 STARTS = int(os.environ.get("EPRT_STARTS", "2"))

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="the witness is transformers: pip install 'eprt[transformers]'")
-
 from support.cases.model_cases import MODELS, make_model
 from support.cases.model_recipes import VOCABULARY
 from support.jobs.transformers_jobs import PATHS, TOLERANCE, Sample, compare_blocks
+from support.libraries import needs
 
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CONFIGS
-from eprt.integrations.transformers.parallelize import with_layer_graphs
 from eprt.placement import ExpertPlacement
 from eprt.support import Device
+
+pytestmark = needs("transformers")
 
 # (EP, MoE-TP, attention-TP) sizes
 WORLDS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (2, 1, 2), (4, 1, 2), (1, 2, 2), (2, 2, 2))
@@ -80,6 +79,8 @@ def test_layer_equals_transformers_block(sizes: tuple[int, int, int], pools, sam
     ],
 )
 def test_layers_of_a_model_get_graphs_where_they_can_have_some(runtime, device, ranks: int, expected) -> None:
+    from eprt.integrations.transformers.parallelize import with_layer_graphs
+
     config = CONFIGS["silu_bf16"]
     parts: Any = SimpleNamespace(
         config=config,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.cases.text_model import write_tokenizer
+from support.libraries import needs
 from support.processes import descendants, wait_until_gone
 
 from eprt.cli import generate as command
@@ -24,7 +25,7 @@ from eprt.cli.journal import Journal, as_line
 from eprt.cli.terminal import Advance
 from eprt.errors import ConfigError
 
-pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+pytestmark = needs("transformers")
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["generate", "--device", "cpu", "--max-new-tokens", "4"]

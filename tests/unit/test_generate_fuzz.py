@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from support.cases.text_model import write_tokenizer
+from support.libraries import needs
 
 from eprt.cli import generate as command
 from eprt.cli import main
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 
-pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+pytestmark = needs("transformers")
 
 CASES = int(os.environ.get("EPRT_FUZZ", "100"))
 FIRST = int(os.environ.get("EPRT_FUZZ_FIRST", "0"))

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 from support.jobs.forked_generate import PRELOAD, be_rank
+from support.libraries import needs
 from support.ports import free_port
 
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 
-pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+pytestmark = needs("transformers")
 
 KILLS = int(os.environ.get("EPRT_KILLS", "4"))
 SEED = int(os.environ.get("EPRT_KILLS_SEED", "8128"))

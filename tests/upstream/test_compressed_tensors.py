@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,12 +12,13 @@ import pytest
 import torch
 from support.cases import packed_checkpoints
 from support.cases.model_cases import saved
+from support.libraries import needs
 
 from eprt.config import ParallelConfig
 from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
 
-pytestmark = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors isn't installed")
+pytestmark = needs("compressed_tensors")
 
 GROUP = 32
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.libraries import needs
 from torch.overrides import TorchFunctionMode
 
 from eprt.config import Activation, MoEConfig, RuntimeConfig, TokenFormat
@@ -23,10 +24,7 @@ from eprt.placement import ExpertShard
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights, Nvfp4
 
-pytest.importorskip("flashinfer", reason="flashinfer-python isn't installed")
-pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl isn't installed: nothing compiles CuteDSL kernels here")
-pytest.importorskip("triton", reason="triton isn't installed: FlashInfer's CuteDSL modules import it")
-
+pytestmark = needs("flashinfer", "cutlass", "triton")  # FlashInfer's CuteDSL modules import Triton
 B200_SMS = 148
 L, ROWS = 2, 64  # local experts and rows here; both are run-time numbers to the contiguous kernels
 

@@ -7,9 +7,9 @@ import inspect
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from support.libraries import Later, folder, needs
 
 from eprt.dispatch import DISPATCHERS
 from eprt.dispatch.flashinfer.workspace import (
@@ -20,15 +20,15 @@ from eprt.dispatch.flashinfer.workspace import (
     FlashInferGeometry,
 )
 
-library = pytest.importorskip("flashinfer.comm.trtllm_moe_alltoall", reason="flashinfer-python is not installed")
-
+pytestmark = needs("flashinfer")
+library = Later("flashinfer.comm.trtllm_moe_alltoall")
 SPEC = DISPATCHERS["flashinfer"]
 
 
 @pytest.fixture(scope="module")
 def source() -> dict[str, str]:
     """Text of the kernels' C++ files by name."""
-    root = Path(inspect.getfile(library)).parents[1] / "data" / "csrc"
+    root = folder("flashinfer") / "data" / "csrc"
     wanted = ("trtllm_moe_alltoall.cu", "moeAlltoAllKernels.h", "moeAlltoAllKernels.cu", "moeAlltoAllMeta.h")
     return {name: next(root.rglob(name)).read_text() for name in wanted}
 
@@ -169,7 +169,7 @@ def test_workspace_size_is_the_library_s(aux_data_size, monkeypatch, num_ranks, 
         def moe_a2a_get_aux_data_size(ep_size, max_num_tokens, eplb_stats_num_experts):
             return aux_data_size(ep_size, max_num_tokens)
 
-    monkeypatch.setattr(library, "get_moe_alltoall_module", lambda *_: Module)
+    monkeypatch.setattr("flashinfer.comm.trtllm_moe_alltoall.get_moe_alltoall_module", lambda *_: Module)
     for dispatch_bytes, combine_bytes in ((264, 256), (5792, 5760), (14400, 14336), (7456, 14336)):
         geometry = FlashInferGeometry(num_ranks, tokens, dispatch_bytes, combine_bytes)
         assert geometry.buffer_bytes == library.moe_a2a_get_workspace_size_per_rank(

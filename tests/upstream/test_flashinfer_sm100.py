@@ -8,13 +8,13 @@ import importlib.util
 import inspect
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.cases.expert_cases import RELU2, RUNTIME, SILU, make_flat, rows_with_expert
 from support.cases.sm100_cases import as_slabs, build, case, packed, witness
+from support.libraries import folder, needs
 from support.stand_ins.cutedsl_kernels import FakeCuteDsl, FakeMoEWrapper
 from support.stand_ins.trtllm_kernels import ENUMS, FakeTrtllm
 
@@ -28,10 +28,8 @@ from eprt.experts.padding import interleave_halves
 from eprt.support import Device
 from eprt.tokens import Payload
 
-flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python isn't installed")
-pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl isn't installed: FlashInfer hides its CuteDSL kernels")
-
-ROOT = Path(flashinfer.__file__).parent
+pytestmark = needs("flashinfer", "cutlass")  # without nvidia-cutlass-dsl FlashInfer hides its CuteDSL kernels
+ROOT = folder("flashinfer")
 EXACT = 1e-2  # bf16 outputs
 FORMATS = ["nvfp4", "fp8_tensor", "fp8_block", "mxfp8"]
 

@@ -10,11 +10,11 @@ import inspect
 import re
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from support.cases import expert_cases as cases
+from support.libraries import Later, folder, needs
 
 from eprt.bench.baselines import baselines
 from eprt.config import ParallelConfig, RuntimeConfig
@@ -26,11 +26,9 @@ from eprt.experts.reference import decode_matrix
 from eprt.placement import ExpertPlacement
 from eprt.weights import MX_BLOCK, Mxfp4
 
-flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python isn't installed")
-fused_moe = pytest.importorskip("flashinfer.fused_moe", reason="FlashInfer's own needs aren't installed")
-autotuner = pytest.importorskip("flashinfer.autotuner")
-
-SOURCE = Path(flashinfer.__file__).parent / "data/csrc/fused_moe/cutlass_backend"
+pytestmark = needs("flashinfer")
+fused_moe, autotuner = Later("flashinfer.fused_moe"), Later("flashinfer.autotuner")
+SOURCE = folder("flashinfer") / "data/csrc/fused_moe/cutlass_backend"
 FP8 = RuntimeConfig(low_precision_activations=True)
 
 
@@ -93,14 +91,14 @@ def kernel(monkeypatch):
         def call(*args, **keywords):
             return result(*signature.bind(*args, **keywords).args)
 
-        monkeypatch.setattr(fused_moe, name, call)
+        monkeypatch.setattr(f"flashinfer.fused_moe.{name}", call)
 
     checked("cutlass_fused_moe_workspace_size", lambda *_: 256)
     checked("interleave_moe_weights_for_sm90_mixed_gemm", lambda weight, kind="": weight if kind == "fp4" else None)
     checked("interleave_moe_scales_for_sm90_mixed_gemm", lambda scales, size=0: scales if size == MX_BLOCK else None)
     residual = torch.ones(1) / 64
     checked("preprocess_moe_weights_for_sm90_mixed_gemm_humming", lambda codes, scales: (codes, scales, residual))
-    monkeypatch.setattr(fused_moe, "cutlass_fused_moe", stand_in)
+    monkeypatch.setattr("flashinfer.fused_moe.cutlass_fused_moe", stand_in)
     return stand_in
 
 
@@ -219,8 +217,8 @@ def test_warmup_and_workspace_have_the_top_k_of_the_tokens(kernel, monkeypatch):
         yield
         tuned.extend((len(call["input"]), call["tune_max_num_tokens"]) for call in kernel.calls[before:])
 
-    monkeypatch.setattr(fused_moe, "cutlass_fused_moe_workspace_size", size)
-    monkeypatch.setattr(autotuner, "autotune", autotune)
+    monkeypatch.setattr("flashinfer.fused_moe.cutlass_fused_moe_workspace_size", size)
+    monkeypatch.setattr("flashinfer.autotuner.autotune", autotune)
     config = mxfp4_layer()
     weights, flat = cases.make_weights(config), cases.make_flat(config, dtype=torch.bfloat16)
     runner = cases.built("cutlass_mxfp4", config, weights)

@@ -19,7 +19,6 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 import triton
 import triton.language as tl
 from support.stand_ins.kernel_device import INTERPRETED
-from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
@@ -147,6 +146,8 @@ def test_alignment_is_that_of_all():
 @pytest.mark.parametrize("inductor", [None, "elsewhere"])
 def test_what_inductor_does_to_tritons_cache_is_undone_while_we_compile(inductor, monkeypatch, tmp_path):
     """Its CachingAutotuner sets TRITON_CACHE_DIR to `triton_cache_dir` of its GPU, for the rest of the process."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     if inductor:

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
 @cache
 def folders() -> list[str]:
     """Those of the installed transformers whose modelling code has a class of experts."""
-    import transformers
-
-    models = Path(transformers.__file__).parent / "models"
-    files = models.glob("*/modeling_*.py")
+    found = find_spec("transformers")
+    assert found is not None
+    assert found.origin is not None
+    files = Path(found.origin).parent.glob("models/*/modeling_*.py")
     return sorted({file.parent.name for file in files if _EXPERTS.search(file.read_text())})
 
 
