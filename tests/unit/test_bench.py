@@ -214,6 +214,12 @@ def test_every_dispatcher_and_peer_is_measured_where_it_runs() -> None:
     assert transports("cuda") == [*DISPATCHERS, *BASELINES]
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time is of interest here."""
+    monkeypatch.setattr("eprt.ranks.launcher.loaded_plugins", lambda: ("support.jobs.few_rounds",))
+
+
 def bench(name: str, folder: Path, *words: str) -> dict[str, Any]:
     """The result file of a bench on two gloo ranks. It draws a picture, too, into `picture.png`."""
     pytest.importorskip("matplotlib")
