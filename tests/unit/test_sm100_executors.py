@@ -132,11 +132,12 @@ def test_flat_tokens(name, weight_format, size, activation, scales, how, sums):
         assert fake.calls == ["run"], "bf16 activations are kept"
 
 
+@pytest.mark.parametrize("size", [(2880, 192), (320, 1856)], ids=str)
 @pytest.mark.parametrize("activation", [cases.SILU, cases.RELU2], ids=["gated", "relu2"])
 @both
-def test_widths_of_real_models(kind, fake, activation):
+def test_widths_of_real_models(kind, fake, activation, size):
     """H 2880 (gpt-oss) and I 1856 (Nemotron-H): padded to 2944, and to 1920 where not gated."""
-    config = cases.make_config("nvfp4", hidden_size=2880, intermediate_size=1856, activation=activation)
+    config = cases.make_config("nvfp4", hidden_size=size[0], intermediate_size=size[1], activation=activation)
     config = replace(config, num_experts=2, top_k=1)
     shard = cases.shard_of(config, 1, 2)
     weights = calibrated(shard_weights(cases.make_weights(config), config, shard), config)
