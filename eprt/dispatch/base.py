@@ -338,12 +338,17 @@ class Dispatcher(ABC):
         self._open.clear()
         if all(self.world.alive):
             return
+        refusal = ""
         if self.runtime.on_rank_lost == "restart":
-            self._generation = None  # the next call is refused, too
-            raise UsageError(
-                f"{self.spec.name}: built with on_rank_lost='restart', and its World went on without a rank: build "
-                "layers with RuntimeConfig(on_rank_lost='continue') or 'renormalize'"
+            refusal = (
+                "built with on_rank_lost='restart', and its World went on without a rank: build layers with "
+                "RuntimeConfig(on_rank_lost='continue') or 'renormalize'"
             )
+        elif self._capturing():
+            refusal = "the first call since ranks were lost can't be captured: make one, then capture"
+        if refusal:
+            self._generation = None  # the next call is refused, too
+            raise UsageError(f"{self.spec.name}: {refusal}")
         world, scale = self.world, self.runtime.on_rank_lost == "renormalize"
         self._lost = LostExperts(world.alive, world.parallel, self.config.num_experts, world.device, scale)
 

@@ -60,8 +60,8 @@ class LayerGraphs:
 
     def capture(self) -> None:
         """Records every bucket, the largest first. Collective, as the call is made before."""
-        pool = Pool.shared(self._world)
         with torch.no_grad(), self._watch.capturing():
+            pool = Pool.shared(self._world)  # now that no garbage holds the last graphs of an earlier one
             for rows in reversed(self.buckets):
                 self._captured[rows] = self._record(rows, pool)
 

@@ -48,6 +48,7 @@ EXIT_CODE = RankLost.exit_code
 LAST_WORDS = "eprt: no call returned to raise this: "  # of a process that is ended, before the verdict
 _WHY = ("silent", "exited", "raised", "left", "behind", "store", "foreign", "unknown")
 _MAX_WORDS = 2000
+_WENT_ON = "left: went on without this rank"
 
 
 class Guard(Verdicts):
@@ -104,6 +105,11 @@ class Guard(Verdicts):
     def somebody_ended(self) -> bool:
         """Returns whether a peer has left its World, in order or not."""
         return any(peer.ending or peer.closed for peer in self._peers.values())
+
+    @property
+    def left_out(self) -> bool:
+        """Returns whether peers told this rank that they go on without it."""
+        return any(peer.ending == _WENT_ON for peer in self._peers.values())
 
     @property
     def stuck(self) -> bool:
@@ -207,7 +213,7 @@ class Guard(Verdicts):
 
     def _go_on(self, ranks: set[int]) -> None:
         for rank in self._peers.keys() - ranks:
-            self._links.send(rank, {"beat": [*self._progress, "left"]})
+            self._links.send(rank, {"beat": [*self._progress, _WENT_ON]})
             self._links.drop(rank)
         self._lost += len(self._members.keys() - ranks)
         self._members = {rank: member for rank, member in self._members.items() if rank in ranks}

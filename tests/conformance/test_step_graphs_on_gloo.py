@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from support.jobs import lost_rank_jobs
@@ -11,7 +16,8 @@ from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
-from eprt.graphs.recording import refusal
+from eprt.graphs import LayerGraphs
+from eprt.graphs.recording import Pool, Recording, refusal
 from eprt.ranks.launcher import WorldFailed, launch
 
 SIZE = 4
@@ -158,3 +164,42 @@ def test_a_capture_after_a_step_in_which_one_rank_replayed_and_another_did_not(p
 
 def test_a_world_closes_before_its_graphs() -> None:
     assert launch(jobs.closes_before_its_graphs, 2, runtime=runtime()) == ["UsageError"] * 2
+
+
+class OneRank:
+    """What graphs ask of a World."""
+
+    device, generation, padding = torch.device("cpu"), 0, None
+
+    def resource(self, _: Any, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def add_buckets(self, _: Any) -> None: ...
+
+    def raise_if_lost(self) -> None: ...
+
+    def finish_device_work(self, check: Callable[[], None]) -> None: ...
+
+
+def test_garbage_lends_its_memory_to_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives a pool up with its last graph; to capture into it afterwards fails an assertion inside torch."""
+    handles = count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(Pool, "of", classmethod(lambda cls, _: cls()))
+    monkeypatch.setattr(Recording, "of", classmethod(lambda cls, call, pool, _: cls(call, pool)))
+    world: Any = OneRank()
+    layer: Any = SimpleNamespace(dispatcher=None)
+
+    def captured() -> Any:
+        graphs = LayerGraphs(world, layer, lambda x, _: x, width=8, capacity=4)
+        graphs.capture()
+        return graphs
+
+    def pools_of(graphs: Any) -> set[int]:
+        return {recording.pool.handle for recording in graphs._captured.values()}
+
+    first, second = captured(), captured()
+    assert pools_of(first) == pools_of(second) == {0}, "layers of a World share"
+    first.itself, second.itself = first, second
+    del first, second
+    assert pools_of(captured()) == {1}

@@ -124,6 +124,23 @@ def test_layers_of_one_memory_share_the_mask(fabric, name):
     assert run_ranks(job) == [[]] * SIZE
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_call_without_a_rank_is_not_captured(fabric, monkeypatch, name):
+    def job(world):
+        dispatcher = make(name, world, fabric)
+        dispatcher.warmup()
+        if world.rank == 2:
+            return []
+        world.shrink([2])
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatcher, "_capturing", lambda: True)
+            with pytest.raises(UsageError, match="make one, then capture"):
+                dispatcher.dispatch(*_tokens(world), 13)
+        return jobs.exchange(dispatcher, 0, 13)
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
 def _tokens(world: FakeWorld) -> tuple[torch.Tensor, TopK]:
     own = make_batches(CASES[0], 0, SIZE, CONFIG, torch.bfloat16)[world.rank]
     return own.hidden, own.topk

@@ -107,6 +107,7 @@ class Captured:
             y = plain_experts(sent, dispatcher.output_buffer(sent.handle) if in_workspace else None)
             return dispatcher.combine(y, sent.handle)
 
+        call()  # after a change of the mask, one has to come before the capture
         self.out, self._again = recorded(call, dispatcher.world.device)
 
     def _batch(self, call: int) -> Batch:
