@@ -124,6 +124,20 @@ def _tool(name: str, *args: str) -> str:
     return subprocess.run([_TOOLS / name, *args], check=True, capture_output=True, text=True).stdout
 
 
+def accesses_to_barriers(code: list[str]) -> list[str]:
+    """Returns the plain loads and stores of words of shared memory that a barrier was put into.
+
+    They are its own until it is invalidated: when a GPU comes back from another process, such a word has the barrier's
+    value again.
+    """
+    words = {at[1] for line in code if (at := re.match(r"SYNCS\.EXCH\.64 URZ, \[U?R\d+(\+0x[0-9a-f]+)\]", line))}
+    return [
+        line
+        for line in code
+        if re.match("LDS|STS", line) and (at := re.search(r"(\+0x[0-9a-f]+)\]", line)) and at[1] in words
+    ]
+
+
 def overwritten_operands(loop: list[str]) -> list[tuple[str, str]]:
     """(instruction, product): registers that are written while a product that reads them may be under way.
 

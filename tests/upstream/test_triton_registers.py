@@ -17,7 +17,7 @@ from eprt.weights import Dense, Fp8Block, Fp8Channel, Int4, Mxfp4, Nvfp4
 
 pytest.importorskip("triton", reason="triton isn't installed")
 
-from support.sass import Machine, count, in_place_of_prepared, overwritten_operands
+from support.sass import Machine, accesses_to_barriers, count, in_place_of_prepared, overwritten_operands
 
 from eprt.experts.grouped import launch
 from eprt.experts.grouped.schedules import HOPPER, Schedule, Tile
@@ -152,6 +152,7 @@ def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch):
     waits = next(index for index, line in enumerate(made.code) if line.startswith("ACQBULK"))
     early = "LDG", "STG", "ATOM", "RED.", "UTMALDG", "UTMASTG"
     assert not [line for line in made.code[:waits] if line.startswith(early)], "the previous kernel may still write"
+    assert accesses_to_barriers(made.code) == []
     four_bit, scaled, fp8 = form in ("mxfp4", "nvfp4", "int4"), form == "fp8_block", form.startswith("fp8")
     consumers, parts = (tile.n // 64, tile.k // 64) if four_bit else (2, 1)
     products = tile.k // (32 if fp8 else 16) * tile.n // consumers // 64

@@ -195,7 +195,7 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
     HEIGHT: gl.constexpr = C.BLOCK_N // C.CONSUMERS
     SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
     PARTS: gl.constexpr = C.PARTS
-    ORDERED: gl.constexpr = C.FOUR_BIT and C.CONSUMERS == 2
+    ORDERED: gl.constexpr = C.ORDERED
     stages, order, staging, target, where, WHICH = fixed
     expert, row, end, first = where
     stage, phase, order_phase = state

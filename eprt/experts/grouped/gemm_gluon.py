@@ -78,9 +78,11 @@ def grouped_gemm_warp_specialized(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=arrivals(C))
         mbarrier.init(empty.index(stage), count=C.CONSUMERS)
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for which in gl.static_range(2):
-        mbarrier.init(order.index(which), count=1)
+    order = empty
+    if C.ORDERED:
+        order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for which in gl.static_range(2):
+            mbarrier.init(order.index(which), count=1)
     tile_info = gl.allocate_shared_memory(gl.int32, [STAGES * TILE_INFO, 1], LINE)
     fence_async_shared()
     pdl_wait(C.LAUNCH_DEPENDENTS)

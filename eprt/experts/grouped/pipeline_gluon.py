@@ -83,7 +83,8 @@ class KernelConstants(GemmConstants):
     Attributes:
         FOUR_BIT: weights have 4 bits.  UNIT_ROWS: rows of units per TMA load.  FP8: weights and tokens are E4M3.
         SCALED: each part is summed, scaled and then added (w8a8).  COPIES: producer threads copy, beside TMA.
-        CONSUMERS: warpgroups that share BLOCK_N.  PART_K, PARTS: columns of a part, and parts per stage.
+        CONSUMERS: warpgroups that share BLOCK_N.  ORDERED: two of them decode, and take turns at the tensor cores.
+        PART_K, PARTS: columns of a part, and parts per stage.
         REGISTERS: per consumer thread, and per producer thread.
         NUM_N: tiles along N.  NUM_K: stages that a tile passes through.
         LEAST: tokens of the narrowest tile, and per TMA load.
@@ -95,6 +96,7 @@ class KernelConstants(GemmConstants):
     COPIES: bool = field(init=False)
     UNIT_ROWS: int = field(init=False)
     CONSUMERS: int = field(init=False)
+    ORDERED: bool = field(init=False)
     PART_K: int = field(init=False)
     PARTS: int = field(init=False)
     REGISTERS: tuple[int, int] = field(init=False)
@@ -116,6 +118,7 @@ class KernelConstants(GemmConstants):
             ("COPIES", scaled or not self.X_TMA),
             ("UNIT_ROWS", next_power_of_2(self.BLOCK_N // UNIT)),
             ("CONSUMERS", consumers),
+            ("ORDERED", four_bit and consumers == 2),
             ("PART_K", block_columns(self.PAIR)),
             ("PARTS", self.BLOCK_K // block_columns(self.PAIR)),
             ("REGISTERS", (_consumer_registers(consumers, producer), producer)),
