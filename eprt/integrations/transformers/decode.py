@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_types_and_kwargs
+from transformers import cache_utils
+from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwargs
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from eprt.errors import UsageError
@@ -242,7 +243,7 @@ class StaticRows:
         """Returns transformers' Cache of the first `rows` sequences."""
         if rows not in self._views:
             layers: list[Any] = [
-                DummyLayer() if kind == "dummy" else _Layer(number, rows, self)
+                cache_utils.DummyLayer() if kind == "dummy" else _Layer(number, rows, self)
                 for number, kind in enumerate(self._kinds)
             ]
             self._views[rows] = Cache(layers=layers)
