@@ -9,13 +9,12 @@ bin=.venv/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/shellcheck" scripts/*.sh launch/*.sh launch/*.sbatch .ci/run
-"$bin/mkdocs" build --quiet --strict
 
-# Types take one core for a minute, so the tests begin beside them; what is wrong is shown when the tests have ended.
+# Pages and types take one core for a minute, so the tests begin beside them; what is wrong is shown after these.
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-"$bin/pyright" --pythonpath "$bin/python" >"$log" 2>&1 &
-types=$!
+{ "$bin/mkdocs" build --quiet --strict && "$bin/pyright" --pythonpath "$bin/python"; } >"$log" 2>&1 &
+beside=$!
 
 # Whoever is free takes the next test; tests/support/long_tests.py has the slow files first. Three on two cores: many
 # tests wait for a rank's silence or a timeout.
@@ -23,7 +22,7 @@ failed=0
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 bash scripts/pytest.sh -m "not gpu and not long" --ignore tests/gpu -n 3 --dist load --maxschedchunk 1 --durations 12 "$@" ||
   failed=$?
-wait $types || {
+wait $beside || {
   failed=$?
   cat "$log" >&2
 }

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import interpreters
 
 from eprt.cli import main
 from eprt.errors import ConfigError
@@ -104,7 +105,7 @@ def test_one_rank_and_one_step_are_singular(tiny: Path, capsys) -> None:
 def test_a_long_tmpdir_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 83)
     folder.mkdir()
-    done = shell("$EPRT run --world 2", tmp_path, TMPDIR=str(folder))
+    done = interpreters.run("-m", "eprt", "run", "--world", "2", env=os.environ | {"TMPDIR": str(folder)})
     assert done.returncode == 2
     assert f"set TMPDIR to one of at most {MAX_TMPDIR}" in done.stderr
     assert "Traceback" not in done.stderr
