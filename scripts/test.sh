@@ -20,7 +20,7 @@ beside=$!
 # tests wait for a rank's silence or a timeout.
 failed=0
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-bash scripts/pytest.sh -m "not gpu and not long" --ignore tests/gpu -n 3 --dist load --maxschedchunk 1 --durations 12 "$@" ||
+bash scripts/pytest.sh -m "not gpu and not long" --ignore tests/gpu -n 3 --dist loadgroup --durations 12 "$@" ||
   failed=$?
 wait $beside || {
   failed=$?

@@ -17,7 +17,7 @@ between_hosts &
 hosts=$!
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 failed=0
-bash scripts/pytest.sh -m "long and not gpu" --ignore tests/hosts --ignore tests/gpu -n 2 --dist load --maxschedchunk 1 --durations 12 "$@" ||
+bash scripts/pytest.sh -m "long and not gpu" --ignore tests/hosts --ignore tests/gpu -n 2 --dist loadgroup --durations 12 "$@" ||
   failed=$?
 wait $hosts || failed=$?
 exit $failed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import interpreters
-from support.long_tests import LONG, SLOW, TRANSFORMERS
+from support.long_tests import GROUPS, LONG, SLOW, TRANSFORMERS
 
 from eprt.ranks.launcher import WorldPool
 from eprt.ranks.servers import preload
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", 0) and not hasattr(config, "workerinput"):
-        interpreters.share(*IN_RANKS)
+        interpreters.share()
     interpreters.fork_servers()
 
 
@@ -52,11 +52,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks.endswith("not long") and whole in LONG else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if any(item.path.stem in TRANSFORMERS for item in items):
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path.stem in TRANSFORMERS:
+        preload(*IN_RANKS)  # only where such tests run: a rank starts the slower, the more it is forked with
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput") and any(item.path.stem in TRANSFORMERS for item in items):
         preload(*IN_RANKS)
     long = re.compile("|".join(LONG))
+    group = {file: name for name, files in GROUPS.items() for file in files}
     for item in items:
+        if item.path.stem in group:
+            item.add_marker(pytest.mark.xdist_group(group[item.path.stem]))
         if long.match(f"{item.path.stem}::{item.name}"):
             item.add_marker("long")
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))

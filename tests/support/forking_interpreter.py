@@ -7,6 +7,8 @@ doesn't take apart what it shares with this process, object by object: that cost
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import importlib
 import json
 import os
@@ -85,10 +87,10 @@ def _prepare() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit.register(_leave)
     for name in ("support.interpreters", *sys.argv[2:]):
-        try:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
-        except ImportError:
-            continue
+    gc.collect()
+    gc.freeze()  # else a fork's first collection would write to, and so copy, all that it shares
 
 
 if __name__ == "__main__":
@@ -98,6 +100,7 @@ if __name__ == "__main__":
     sys.modules["support.interpreters"].fork_servers()
     if request["finalizes"]:
         atexit.unregister(_leave)
+        gc.unfreeze()
     sys.argv = request["words"]
     sys.path[0] = {"-c": "", "-m": request["cwd"]}.get(sys.argv[0], os.path.dirname(sys.argv[0]))
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")

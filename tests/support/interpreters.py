@@ -30,9 +30,9 @@ SHARED = "EPRT_TEST_INTERPRETERS"
 TESTS = Path(__file__).parents[1]
 
 
-def share(*modules: str) -> None:
-    """Starts the pair for all processes that this one starts from now on; it has imported these modules, too."""
-    os.environ[SHARED] = json.dumps([_started(*modules) for _ in range(2)])
+def share() -> None:
+    """Starts the pair for all processes that this one starts from now on."""
+    os.environ[SHARED] = json.dumps([_started() for _ in range(2)])
 
 
 @cache
@@ -40,13 +40,13 @@ def _own() -> str:
     return _started()
 
 
-def _started(*modules: str) -> str:
+def _started() -> str:
     """Starts an interpreter to fork from, which ends with this process. Returns the path of its socket."""
     folder = Path(tempfile.mkdtemp(prefix="eprt-tests-", dir="/tmp"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(folder / "socket"))
         listener.listen(128)
-        words = ["-m", "support.forking_interpreter", str(listener.fileno()), *servers._PRELOAD, *modules]
+        words = ["-m", "support.forking_interpreter", str(listener.fileno()), *servers._PRELOAD]
         paths = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
         files = {"pass_fds": [listener.fileno()], "stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
         child = subprocess.Popen([sys.executable, *words], **files, env=os.environ | paths)

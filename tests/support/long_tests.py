@@ -1,4 +1,4 @@
-"""Which tests are long, and which files are begun first."""
+"""Which tests are long, which files are begun first, and which share a worker."""
 
 from __future__ import annotations
 
@@ -77,3 +77,10 @@ TRANSFORMERS = (
     "test_compile",
     "test_page_code",
 )
+
+# Files whose tests take from each other what a process makes or imports once: one worker has all of a group.
+GROUPS = {
+    "models": (*TRANSFORMERS, "test_transformers", "test_models", "test_model_dialects", "test_compressed_tensors"),
+    "cases": ("test_matrix", "test_bad_input", "test_payload_scale", "test_mutations", "test_sm100_pairs"),
+    "libraries": ("test_flashinfer_sm90", "test_flashinfer_sm100", "test_flashinfer_a2a", "test_humming"),
+}
