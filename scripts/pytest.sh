@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
-# Tests start some hundred interpreters; none of them should compile the package's sources again.
+# Tests start interpreters; none of them should compile the package's sources again.
 unset PYTHONDONTWRITEBYTECODE
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

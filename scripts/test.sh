@@ -16,7 +16,7 @@ trap 'rm -f "$log"' EXIT
 { "$bin/mkdocs" build --quiet --strict && "$bin/pyright" --pythonpath "$bin/python"; } >"$log" 2>&1 &
 beside=$!
 
-# Whoever is free takes the next test; tests/support/long_tests.py has the slow files first. Three on two cores: many
+# Whoever is free takes the next test, or group of them; tests/support/long_tests.py has both. Three on two cores: many
 # tests wait for a rank's silence or a timeout.
 failed=0
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
