@@ -71,29 +71,38 @@ def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any
     ready = time.perf_counter() - started
     loads = Loads(llm, rank, a, meet)
     rows = loads.alone(compared(a))
-    with in_turn(a):
-        rows += [row for batch in a.batches for row in loads.steps(batch)]
-        rows += loads.whole("prefill", a.prefill, PREFILL, 1) + loads.whole("mixed", a.mixed, MIXED, MIXED_OUT)
+    wait_for_engines(a)
+    for batch in a.batches:
+        with in_turn(a):
+            rows += loads.steps(batch)
+    rows += loads.whole("prefill", a.prefill, PREFILL, 1) + loads.whole("mixed", a.mixed, MIXED, MIXED_OUT)
     log.with_suffix(".json").write_text(json.dumps({"ready_s": ready, "rows": rows}))
     meet.wait(a.timeout)
     llm.llm_engine.engine_core.shutdown()
 
 
-@contextmanager
-def in_turn(a: argparse.Namespace) -> Iterator[None]:
-    """Where engines share a GPU: waits until all have started, or failed to, and for those that measure before."""
-    turns = getattr(a, "turns", None)
-    if turns is None:
-        yield
+def wait_for_engines(a: argparse.Namespace) -> None:
+    """Where engines share a GPU: waits until all have started, or failed to."""
+    if not shares(a):
         return
-    started, engines, lock = turns
+    started, engines, _ = a.turns
     with started.get_lock():
         started.value += 1
     deadline = time.monotonic() + a.patience
     while started.value < engines and time.monotonic() < deadline:
         time.sleep(0.05)
-    with lock:
+
+
+@contextmanager
+def in_turn(a: argparse.Namespace) -> Iterator[None]:
+    """Where engines share a GPU: lets one measure at a time. They take turns from batch to batch, as the GPU's clock and
+    what else the host does change within minutes."""
+    if not shares(a):
         yield
+        return
+    with a.turns[2]:
+        yield
+    time.sleep(0.2)  # those who wait come first
 
 
 def settings_of(a: argparse.Namespace) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [f"{model}:{side}" for model in LAYERS for side in SIDES]
     parser.add_argument("--engines", choices=every, nargs="+", default=every)
+    parser.add_argument("--layers", type=int, help="of each model, instead of few")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--alone", type=int, default=128, help="sequences of the batch that is compared")
     parser.add_argument("--tokens", type=int, default=40, help="tokens of an answer whose steps are timed")
@@ -67,7 +68,7 @@ def rows_of(name: str, a: argparse.Namespace, turns: Any) -> list[dict[str, Any]
     one = {"dp": 1, "tp": 1, "prefill": 0, "mixed": 0, "all2all": None, "options": options, "turns": turns}
     one |= {"environment": {"VLLM_BATCH_INVARIANT": switch}, "alone": a.alone if compared else 0}
     one["batches"] = a.batches if timed else []
-    own = argparse.Namespace(**vars(a) | one, model=model, layers=LAYERS[model])
+    own = argparse.Namespace(**vars(a) | one, model=model, layers=a.layers or LAYERS[model])
     with FILES[model]:
         folder = checkpoint(model, own)
     try:
@@ -76,7 +77,7 @@ def rows_of(name: str, a: argparse.Namespace, turns: Any) -> list[dict[str, Any]
         with turns[0].get_lock():
             turns[0].value += 1  # nobody waits for it
         return [{"model": model, "side": side, "failed": str(error)[-1500:]}]
-    return [{"model": model, "layers": LAYERS[model], **row, "plugin": side} for row in rows]
+    return [{"model": model, "layers": a.layers or LAYERS[model], **row, "plugin": side} for row in rows]
 
 
 def main() -> int:
