@@ -68,7 +68,7 @@ def rows_of(name: str, a: argparse.Namespace, turns: Any) -> list[dict[str, Any]
     one = {"dp": 1, "tp": 1, "prefill": 0, "mixed": 0, "all2all": None, "options": options, "turns": turns}
     one |= {"environment": {"VLLM_BATCH_INVARIANT": switch}, "alone": a.alone if compared else 0}
     one["batches"] = a.batches if timed else []
-    own = argparse.Namespace(**vars(a) | one, model=model, layers=a.layers or LAYERS[model])
+    own = argparse.Namespace(**vars(a) | one | {"model": model, "layers": a.layers or LAYERS[model]})
     with FILES[model]:
         folder = checkpoint(model, own)
     try:
