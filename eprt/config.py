@@ -284,7 +284,8 @@ class RuntimeConfig:
             graphs or not: sums in one order, in all sizes of batches. The plan takes pairs that keep it. Not with
             replicated experts. Routers, shared experts and latent projections are apart.
         count_load: count on the device how often each expert is chosen, for `ExpertParallelMoE.load`.
-        low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade).
+        low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade): experts'
+            error against float32 is then 4% to 5% in norm instead of 0.3%, with FP8 weights and with MXFP4.
         layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
             replay: for a model whose attention can't be captured. Calls without a known R, or with a routing of the
             caller's own, run as they are. `eprt.StepGraphs` captures more and is faster. None: in models that

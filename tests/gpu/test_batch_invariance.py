@@ -22,7 +22,8 @@ DRAWS = int(os.environ.get("EPRT_TEST_DRAWS", "400"))
 HIDDEN = 1024  # so wide that the warp-specialized kernels take it
 MOST = 1024  # tokens of a call: 384 rows an expert, more than any schedule but the last is for
 CASES = [(e.name, f) for e in EXECUTORS.values() if "cuda" in e.invariant for f in e.weights if f != "f32"]
-ALONE = [(*case, False) for case in CASES] + [("triton_grouped", f"fp8_{f}", True) for f in ("block", "channel")]
+FP8_TOKENS = "fp8_block", "fp8_channel", "mxfp4"
+ALONE = [(*case, False) for case in CASES] + [("triton_grouped", form, True) for form in FP8_TOKENS]
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,11 @@ from eprt.experts.grouped.schedules import (
     MXFP4_128,
     MXFP4_256,
     MXFP4_LOW,
+    W4A8_16,
+    W4A8_32,
+    W4A8_64,
+    W4A8_128,
+    W4A8_256,
     Schedule,
 )
 from eprt.tokens import ExpertMajorTokens, Payload
@@ -47,6 +52,12 @@ pytestmark = [pytest.mark.gpu, runs_kernels]
 
 
 FOUR_BIT_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_64, 128: MXFP4_128, 256: MXFP4_256}
+W4A8_TILES = {16: W4A8_16, 32: W4A8_32, 64: W4A8_64, 128: W4A8_128, 256: W4A8_256}
+W4A8 = "mxfp4, fp8 tokens"
+
+
+def weights_of(form):
+    return "mxfp4" if form == W4A8 else form
 
 
 def specialized(m, tail, form="mxfp4"):
@@ -56,7 +67,8 @@ def specialized(m, tail, form="mxfp4"):
         "fp8_channel": (FP8_WS, FP8_NARROW),
         "fp8_block": (FP8_NARROW, FP8_NARROW),
     }.get(form, (None, None))
-    known = FOUR_BIT_TILES[m] if wide is None else narrow if m == 256 else wide
+    four_bit = W4A8_TILES if form == W4A8 else FOUR_BIT_TILES
+    known = four_bit[m] if wide is None else narrow if m == 256 else wide
     tile = replace(known, halvings=min(2, m.bit_length() - 5))
     return Schedule(m, tile, tile, group=2, tail=tail)
 
@@ -91,7 +103,7 @@ def plain(each):
     return replace(each, first=first, second=second)
 
 
-FP8_FORMS = ["fp8_channel", "fp8_block"]
+FP8_FORMS = ["fp8_channel", "fp8_block", W4A8]
 FORMS = ["bf16", "mxfp4", "nvfp4", "int4", *FP8_FORMS]
 RUNTIMES = dict.fromkeys(FP8_FORMS, FP8_RUNTIME)
 BOUNDS = dict.fromkeys(FORMS, BOUND) | dict.fromkeys(FP8_FORMS, FP8_BOUND)
@@ -110,7 +122,9 @@ def of_each_form(params, on_a_cpu):
 @pytest.mark.parametrize(
     ("form", "m", "tail", "dtype"),
     of_each_form(
-        SLABS, {"bf16": (4, 6), "mxfp4": (0, 3, 6), "nvfp4": (2,), "int4": (), "fp8_channel": (4,), "fp8_block": (4,)}
+        SLABS,
+        {"bf16": (4, 6), "mxfp4": (0, 3, 6), "nvfp4": (2,), "int4": (), "fp8_channel": (4,), "fp8_block": (4,)}
+        | {W4A8: (3,)},
     ),
 )
 def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule, launched):
@@ -118,7 +132,7 @@ def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule,
     heights = [1, 15, 16, 17, m // 4, m // 4 + 1, m // 2, m // 2 + 1, m - 1, m, m + 1, m + tail, m + tail + 1, 2 * m, 0]
     heights = sized(heights, [m // 4, m // 2 + 1, m + tail, m + tail + 1, 0])
     H, I = (640, 512) if form in FP8_FORMS else (320, 256)
-    config = layer(form, H=H, I=I, E=len(heights), K=2)
+    config = layer(weights_of(form), H=H, I=I, E=len(heights), K=2)
     weights, counts = all_experts(config), torch.tensor(heights, dtype=torch.int32, device=DEVICE)
     data = random(len(heights), 2 * m + 3, H, seed=3).to(dtype)
     there = torch.arange(2 * m + 3, device=DEVICE)[None] < counts[:, None]
@@ -144,14 +158,15 @@ def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule,
     ("form", "activation"),
     of_each_form(
         [("gpt_oss",), ("silu",), ("relu2",)],
-        {"bf16": (0, 1, 2), "mxfp4": (0,), "nvfp4": (), "int4": (1,), "fp8_channel": (0,), "fp8_block": (0,)},
+        {"bf16": (0, 1, 2), "mxfp4": (0,), "nvfp4": (), "int4": (1,), "fp8_channel": (0,), "fp8_block": (0,)}
+        | {W4A8: (0,)},
     ),
 )
 def test_rows_equal_the_witness(form, activation, schedule, launched):
     """Gathered for the first matrix, by the copy engine for the second."""
     schedule(specialized(*sized((128, 32), (64, 16)), form))
     H, I = (sized(768, 640), 512) if form in FP8_FORMS else (sized(576, 320), 320)
-    config = layer(form, H=H, I=I, E=5, K=3, activation=ACTIVATIONS[activation], bias=activation != "silu")
+    config = layer(weights_of(form), H=H, I=I, E=5, K=3, activation=ACTIVATIONS[activation], bias=activation != "silu")
     weights, tokens = all_experts(config), make_tokens(config, sized(900, 140))
     found = error_on_flat(config, weights, tokens, runtime=RUNTIMES.get(form, RUNTIME))
     assert 0 < found < BOUNDS[form]
@@ -169,13 +184,17 @@ def test_sizes_that_do_not_fit_take_the_plain_kernel(schedule, launched):
 @cuda_only
 @pytest.mark.parametrize(
     ("form", "m", "tail"),
-    [("mxfp4", 16, 0), ("mxfp4", 64, 16), ("mxfp4", 128, 16), ("mxfp4", 256, 32), ("bf16", 256, 32), ("bf16", 128, 32)],
+    [
+        *((form, m, tail) for form in ("mxfp4", W4A8) for m, tail in ((16, 0), (64, 16), (128, 16), (256, 32))),
+        *(("bf16", m, 32) for m in (256, 128)),
+    ],
 )
 def test_results_do_not_depend_on_timing(form, m, tail, schedule, launched):
     """Long sums, again and again: registers written too early, or stages read too early, would show."""
     schedule(specialized(m, tail, form))
-    config = layer(form, H=4096, I=1024, E=8, K=2)
-    executor, tokens = build(TritonGroupedExecutor, config, all_experts(config)), make_tokens(config, 2400)
+    config = layer(weights_of(form), H=4096, I=1024, E=8, K=2)
+    executor = build(TritonGroupedExecutor, config, all_experts(config), runtime=RUNTIMES.get(form, RUNTIME))
+    tokens = make_tokens(config, 2400)
     first = executor(tokens)
     assert all(torch.equal(executor(tokens), first) for _ in range(50))
     assert set(launched) == {2048, 4096}
@@ -198,7 +217,7 @@ def test_mistakes_would_be_seen(schedule, launched):
 
 
 HANDED_BACK = "        mbarrier.arrive(stages.empty.index(stage))\n"
-DONE = "        total, tail = _done(total, tail, weights, others, C.FOUR_BIT, TAIL)\n"
+DONE = "        total, tail = _done(total, tail, held, others_held, C.FOUR_BIT, TAIL)\n"
 MISTAKES = {
     "a stage is handed back while products still read it": ("consumer", DONE + HANDED_BACK, HANDED_BACK + DONE),
     "a stage is filled before it is handed back": (

@@ -149,7 +149,7 @@ def overwritten_operands(loop: list[str]) -> list[tuple[str, str]]:
     found = []
     for line in loop * 3:
         name, _, rest = line.partition(" ")
-        if name.startswith("HGMMA"):
+        if name.startswith(("HGMMA", "QGMMA")):
             operand = rest.split(",")[1].strip()
             begun.append((line, _registers(operand, 4)))
             if "gsb0" in rest:

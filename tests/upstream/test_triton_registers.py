@@ -32,9 +32,11 @@ TAILED = {
     "128 + 32": Schedule(128, Tile(128, 64, 3, 8, 1, True), Tile(128, 64, 3, 4, 2, True, tma=True), tail=32),
 }
 PAIRS = {"bf16": "bf16", "mxfp4": "w4a16", "nvfp4": "nv4a16", "int4": "i4a16"}
-PAIRS |= {"fp8_channel": "c8a8", "fp8_block": "w8a8"}
-# Two values an instruction: how INT4 is decoded, without and with zero points, and the others.
-DECODES = {"int4": "HFMA2", "int4 with zeros": "HADD2"}
+W4A8 = "mxfp4 fp8 tokens"
+PAIRS |= {"fp8_channel": "c8a8", "fp8_block": "w8a8", W4A8: "w4a8"}
+# Two values an instruction: how INT4 is decoded, without and with zero points, and the others. Of W4A8 four values, and
+# one for each word of exponent fields.
+DECODES = {"int4": "HFMA2", "int4 with zeros": "HADD2", W4A8: "PRMT"}
 SCHEDULES = {f"up to {limit} rows": schedule for limit, schedule in HOPPER["w4a16"]} | TAILED
 SPECIALIZED = {
     f"up to {limit} rows, {form}": (form, schedule)
@@ -55,6 +57,8 @@ SPILLED = {
 BETWEEN_TILES = {"rows": 40, "gathering": 64, "slabs": 96}
 # FP8's epilogue has the tokens' scales beside 128 results a thread. 3.6 keeps 8 bytes.
 FP8_BETWEEN_TILES = {"rows": 160, "gathering": 200, "slabs": 296}
+# W4A8's has the rows' factors, too. 3.6 keeps 8 bytes.
+W4A8_BETWEEN_TILES = {"rows": 208, "gathering": 248, "slabs": 360}
 # Block scales. In the gathering loop of 256 tokens and a tail 3.9 keeps 71 values, beside some 450 steps; 3.6 none.
 BLOCK_BETWEEN_TILES = {"rows": 80, "gathering": 320, "slabs": 320}
 
@@ -77,19 +81,19 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
     elif form.startswith("int4"):
         zeros = torch.zeros(1, 832, cols // 32, dtype=torch.uint8)
         matrix = Int4(codes, torch.zeros(1, 832, cols // 32, dtype=torch.bfloat16), zeros if "zeros" in form else None)
-    elif form == "mxfp4":
+    elif form.startswith("mxfp4"):
         matrix = Mxfp4(codes, torch.zeros(1, 832, cols // 32, dtype=torch.uint8))
     else:
         matrix = Nvfp4(codes, torch.zeros(1, 832, cols // 16, dtype=torch.float8_e4m3fn), torch.ones(1, 2))
     shape = (1, 64) if what == "slabs" else (64,)
     activation, parts = (GPT_OSS, 2) if first else (None, 1)
-    prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU)
-    pair = PAIRS[form.split()[0]]
+    pair = PAIRS[form if form in PAIRS else form.split()[0]]
+    prepared = GroupedMatrix.prepare(matrix, torch.zeros(1, 832), parts, CPU, e4m3=pair == "w4a8")
     gemm = launch.Gemm(prepared, activation, pair, WARP_SPECIALIZED)
     source = torch.zeros(64, dtype=torch.int32) if first else None
-    scales = {"c8a8": torch.zeros(64, 1), "w8a8": torch.zeros(64, cols // 128)}
+    scales = {"c8a8": torch.zeros(64, 1), "w8a8": torch.zeros(64, cols // 128), "w4a8": torch.zeros(64, 1)}
     dtype, scale = (torch.float8_e4m3fn, scales[pair]) if pair in scales else (torch.bfloat16, None)
-    rows = launch.Rows(torch.zeros(*shape, cols, dtype=dtype), scale, source)
+    rows = launch.Rows(torch.zeros(*shape, prepared.cols, dtype=dtype), scale, source)
     out = torch.zeros(*shape, 832, dtype=torch.bfloat16)
     work = TileSchedule.empty(4, RowTiles(schedule.m), CPU)
     gemm(rows, work, schedule, schedule.first if first else schedule.second, out)
@@ -146,14 +150,16 @@ def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch):
     tile = schedule.first if what == "gathering" else schedule.second
     made = machine(monkeypatch, schedule, what, form)
     assert made.local == 0
-    between = {"fp8_channel": FP8_BETWEEN_TILES, "fp8_block": BLOCK_BETWEEN_TILES}.get(form, BETWEEN_TILES)
+    between = {"fp8_channel": FP8_BETWEEN_TILES, "fp8_block": BLOCK_BETWEEN_TILES, W4A8: W4A8_BETWEEN_TILES}.get(
+        form, BETWEEN_TILES
+    )
     assert made.stack <= between[what]
     assert made.shared + 1024 <= 227 * 1024
     waits = next(index for index, line in enumerate(made.code) if line.startswith("ACQBULK"))
     early = "LDG", "STG", "ATOM", "RED.", "UTMALDG", "UTMASTG"
     assert not [line for line in made.code[:waits] if line.startswith(early)], "the previous kernel may still write"
     assert accesses_to_barriers(made.code) == []
-    four_bit, scaled, fp8 = form in ("mxfp4", "nvfp4", "int4"), form == "fp8_block", form.startswith("fp8")
+    four_bit, scaled, fp8 = not form.startswith(("bf16", "fp8")), form == "fp8_block", "fp8" in form
     consumers, parts = (tile.n // 64, tile.k // 64) if four_bit else (2, 1)
     products = tile.k // (32 if fp8 else 16) * tile.n // consumers // 64
     # With block scales at most 128 tokens at once are multiplied, then scaled.
@@ -163,11 +169,10 @@ def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch):
     assert sorted(count(loop)[product] for loop in made.loops) == sorted([products * n for n in pieces] * consumers)
     for loop in made.loops:
         steps = count(loop)
-        assert steps[DECODES.get(form, "HMUL2")] == (16 * parts if four_bit else 0), (
-            "two values an instruction, each decoded once"
-        )
+        decoding = 10 if form == W4A8 else 16 if four_bit else 0
+        assert steps[DECODES.get(form, "HMUL2")] == decoding * parts, "values of an instruction, each decoded once"
         spilled = {"LDL", "STL"} if scaled and what != "rows" and steps[product] == 3 * products else set()
-        moves = {"SHFL", "PRMT", "STS", "STSM", "LDSM", "LDL", "STL"} - spilled
+        moves = {"SHFL", "PRMT", "STS", "STSM", "LDSM", "LDL", "STL"} - spilled - {DECODES.get(form)}
         assert not steps.keys() & moves, "nothing changes threads"
         read = [line for line in loop if line.startswith("LDS") and not line.endswith("[RZ]")]
         assert scaled or len(read) == (2 * parts if four_bit else 0), "words and scales"

@@ -5,7 +5,7 @@ GEMM gathers the rows it needs and ends in the activation. The second writes one
 weights and sums them. The GEMMs are persistent kernels that read the schedule on the device: the host reads nothing, a
 call can be captured in a CUDA graph, and its cost follows the rows that came. ExpertMajorTokens (the masked layout) get
 a schedule of their own and are read where they lie. On Hopper a few tokens of bf16, MXFP4
-or NVFP4 experts aren't sorted at all (`few_triton`).
+or NVFP4 experts aren't sorted at all (`few_triton`), unless they are to be FP8.
 """
 
 from __future__ import annotations
@@ -50,6 +50,13 @@ PAIRS: dict[WeightFormat, Pair] = {
     "nvfp4": "nv4a16",
     "int4": "i4a16",
 }
+# Where activations may be FP8.
+FP8_TOKENS: dict[WeightFormat, Pair] = {
+    "fp8_block": "w8a8",
+    "fp8_tensor": "c8a8",
+    "fp8_channel": "c8a8",
+    "mxfp4": "w4a8",
+}
 
 
 class TritonGroupedExecutor(PreparedExecutor):
@@ -57,19 +64,20 @@ class TritonGroupedExecutor(PreparedExecutor):
 
     FP8 weights meet activations of two E4M3 numbers each, as exact as bf16. `RuntimeConfig.low_precision_activations`
     makes it one, with a scale for 128 values, as DeepSeek-V3 was trained; tokens that come packed so are then taken as
-    they are. Beside weights with a scale per channel or tensor a token has one scale. Sums don't depend on timing.
+    they are. Beside weights with a scale per channel or tensor a token has one scale, as beside MXFP4, which is then
+    decoded to E4M3 (`mxfp4_e4m3`): 4.3% of error instead of 0.3%. Sums don't depend on timing.
     """
 
     strided = True
 
     def _prepare(self, weights: ExpertWeights) -> None:
         config, device = self.config, self.device
-        self._first = GroupedMatrix.prepare(weights.gate_up, weights.gate_up_bias, config.activation.parts, device)
-        self._second = GroupedMatrix.prepare(weights.down, weights.down_bias, 1, device)
+        form, known = config.weight_format, FP8_TOKENS if self.runtime.low_precision_activations else PAIRS
+        self._pair: Pair = known.get(form, PAIRS.get(form, "bf16"))
+        prepare = partial(GroupedMatrix.prepare, device=device, e4m3=self._pair == "w4a8")
+        self._first = prepare(weights.gate_up, weights.gate_up_bias, config.activation.parts)
+        self._second = prepare(weights.down, weights.down_bias, 1)
         self._hopper = Device.of(device).sm >= 90
-        self._pair: Pair = PAIRS.get(config.weight_format, "bf16")
-        if self._pair == "w8a16" and self.runtime.low_precision_activations:
-            self._pair = "w8a8" if config.weight_format == "fp8_block" else "c8a8"
 
     @cached_property
     def _gemms(self) -> tuple[Gemm, Gemm]:

@@ -22,6 +22,7 @@ from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.four_bit import ROW_PAIRS, UNIT
 from eprt.experts.grouped.four_bit_triton import pair_scales, pairs_of, settled
 from eprt.experts.grouped.gemm_triton import halves
+from eprt.experts.grouped.mxfp4_e4m3_triton import e4m3_of, e4m3_words, row_fields
 from eprt.experts.grouped.pipeline_gluon import (
     advance,
     barrier,
@@ -51,9 +52,10 @@ def _product_layout(tokens, depth=16):
 
 
 @gluon.constexpr_function
-def _fragment_layout(tokens):
-    """Returns the register layout of the left operand; it is the same for any number of tokens."""
-    return gl.DotOperandLayout(0, _product_layout(tokens), 2)
+def _fragment_layout(tokens, depth):
+    """Returns the register layout of the left operand, 32 bits of neighbouring columns after each other; it is the same
+    for any number of tokens."""
+    return gl.DotOperandLayout(0, _product_layout(tokens, depth), depth // 8)
 
 
 # ---- epilogue --------------------------------------------------------------------------------------------------------
@@ -120,40 +122,67 @@ def _finish_part(total, staging, target, expert, row, end, first, C: gl.constexp
 
 @gluon.jit
 def _weights(stages, stage, PART: gl.constexpr, WHICH: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns one part of a stage's weights for this consumer: bf16 in shared memory, 4 bits decoded to registers."""
+    """Returns one part of a stage's weights for this consumer, in shared memory or, of 4 bits, decoded to registers,
+    and what names those registers (`_done`)."""
     if C.FOUR_BIT:
-        PER_ROW: gl.constexpr = C.UNIT_SCALES // _ROW_PAIRS
-        # Of its scales [32, 4 threads that share them, words].
-        OWN: gl.constexpr = gl.BlockedLayout([1, 1, PER_ROW], [8, 4, 1], [4, 1, 1], [2, 1, 0])
-        COUNT: gl.constexpr = C.STAGES * C.UNIT_ROWS * C.PARTS
-        unit = (stage * C.UNIT_ROWS + WHICH) * C.PARTS + PART
-        words = reinterpreted(stages.w, gl.int32, [COUNT, 128, 4], _PLAIN).index(unit).load(_WORDS)
-        scales = reinterpreted(stages.w_scale, gl.int32, [COUNT, _ROW_PAIRS, PER_ROW], _PLAIN)
-        scales = scales.index(unit).load(gl.SliceLayout(1, OWN))
-        weights = _decoded(words.to(gl.uint32, bitcast=True), scales.to(gl.uint32, bitcast=True), LAYOUT, C)
+        UNITS: gl.constexpr = C.PART_K // _UNIT
+        unit = (stage * C.UNIT_ROWS + WHICH) * (C.PARTS * UNITS) + PART * UNITS
+        if UNITS == 1:
+            weights = gl.convert_layout(_unit_of(stages, unit, C)[0], LAYOUT, assert_trivial=True)
+            held = weights
+        else:
+            left, left_words = _unit_of(stages, unit, C)
+            right, right_words = _unit_of(stages, unit + 1, C)
+            both = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), (_UNIT, 2 * _UNIT))
+            weights, held = gl.convert_layout(both, LAYOUT, assert_trivial=True), gl.join(left_words, right_words)
     else:
         weights = in_blocks(stages.w, C.STAGES * C.CONSUMERS, C.BLOCK_N // C.CONSUMERS, C)
         weights = weights.index(stage * C.CONSUMERS + WHICH)
-    return weights
+        held = weights
+    return weights, held
 
 
 @gluon.jit
-def _decoded(words, scales, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Decodes words [128 threads, 4] with scales [32, words for four threads] to the left operand, bf16 [64, 64]."""
+def _unit_of(stages, unit, C: gl.constexpr):
+    """Decodes one unit of the pipeline's; see `_decoded`."""
+    PER_ROW: gl.constexpr = C.UNIT_SCALES // _ROW_PAIRS
+    # Of its scales [32, 4 threads that share them, words].
+    OWN: gl.constexpr = gl.BlockedLayout([1, 1, PER_ROW], [8, 4, 1], [4, 1, 1], [2, 1, 0])
+    COUNT: gl.constexpr = C.STAGES * C.UNIT_ROWS * (C.BLOCK_K // _UNIT)
+    words = reinterpreted(stages.w, gl.int32, [COUNT, 128, 4], _PLAIN).index(unit).load(_WORDS)
+    scales = reinterpreted(stages.w_scale, gl.int32, [COUNT, _ROW_PAIRS, PER_ROW], _PLAIN)
+    scales = scales.index(unit).load(gl.SliceLayout(1, OWN))
+    return _decoded(words.to(gl.uint32, bitcast=True), scales.to(gl.uint32, bitcast=True), C)
+
+
+@gluon.jit
+def _decoded(words, scales, C: gl.constexpr):
+    """Decodes words [128 threads, 4] with scales [32, words for four threads] to bf16 or E4M3 [64, 64], in registers as
+    the left operand's; returns it, and of E4M3 the words of four."""
     PAIR: gl.constexpr = C.PAIR
     ZEROS: gl.constexpr = C.ZEROS
     PER_ROW: gl.constexpr = scales.shape[1]
     scales = scales[:, None, :].broadcast_to((32, 4, PER_ROW))
     a, b = gl.split(gl.reshape(words, (128, 2, 2)))  # [thread, q]
     scales = gl.reshape(scales, (128, PER_ROW) if PER_ROW > 1 else (128,))
-    scale, sixteenth, other = pair_scales(scales, PER_ROW, PAIR, ZEROS)
-    scale = gl.convert_layout(scale, a.type.layout, assert_trivial=True)
-    sixteenth = gl.convert_layout(sixteenth, a.type.layout, assert_trivial=True)
-    other = gl.convert_layout(other, a.type.layout, assert_trivial=True)
-    both = pairs_of(a, b, scale, sixteenth, other, PAIR, ZEROS)
-    # w, g, t, q, j, i, l, h to rows (w, h, g) and columns (q, j, i, t, l)
-    both = gl.permute(gl.reshape(both, (4, 8, 4, 2, 2, 2, 2, 2)), (0, 7, 1, 3, 4, 5, 2, 6))
-    return gl.convert_layout(gl.reshape(both, (_UNIT, _UNIT)), LAYOUT, assert_trivial=True)
+    if PAIR == "w4a8":
+        upper, lower = row_fields(scales)
+        upper = gl.convert_layout(upper, a.type.layout, assert_trivial=True)
+        lower = gl.convert_layout(lower, a.type.layout, assert_trivial=True)
+        held = e4m3_words(a, b, upper, lower)
+        both = e4m3_of(held)
+        # w, g, t, q, j, h, l to rows (w, h, g) and columns (q, j, t, l)
+        both = gl.permute(gl.reshape(both, (4, 8, 4, 2, 2, 2, 4)), (0, 5, 1, 3, 4, 2, 6))
+    else:
+        scale, sixteenth, other = pair_scales(scales, PER_ROW, PAIR, ZEROS)
+        scale = gl.convert_layout(scale, a.type.layout, assert_trivial=True)
+        sixteenth = gl.convert_layout(sixteenth, a.type.layout, assert_trivial=True)
+        other = gl.convert_layout(other, a.type.layout, assert_trivial=True)
+        both = pairs_of(a, b, scale, sixteenth, other, PAIR, ZEROS)
+        # w, g, t, q, j, i, l, h to rows (w, h, g) and columns (q, j, i, t, l)
+        both = gl.permute(gl.reshape(both, (4, 8, 4, 2, 2, 2, 2, 2)), (0, 7, 1, 3, 4, 5, 2, 6))
+        held = both
+    return gl.reshape(both, (_UNIT, _UNIT)), held
 
 
 # ---- a program's tiles -----------------------------------------------------------------------------------------------
@@ -166,14 +195,15 @@ def _add(weights, stages, part, total, tail, C: gl.constexpr, TOKENS: gl.constex
     total = warpgroup_mma(weights, block.permute((1, 0)), total, is_async=True)
     if TAIL > 0:
         if C.FOUR_BIT:
-            weights = gl.convert_layout(weights, _fragment_layout(TAIL), assert_trivial=True)
+            weights = gl.convert_layout(weights, _fragment_layout(TAIL, C.PART_K // 4), assert_trivial=True)
         tail = warpgroup_mma(weights, stages.tail.index(part).permute((1, 0)), tail, is_async=True)
     return total, tail
 
 
 @gluon.jit
 def _done(total, tail, weights, others, IN_REGISTERS: gl.constexpr, TAIL: gl.constexpr):
-    """Waits for the issued products. Weights in registers are named, so that they stay there until then."""
+    """Waits for the issued products. Weights in registers are named, so that they stay there until then: E4M3 as words,
+    as Triton names no 8 bits."""
     if IN_REGISTERS and TAIL > 0:
         total, tail, weights, others = warpgroup_mma_wait(0, [total, tail, weights, others])
     elif IN_REGISTERS:
@@ -205,10 +235,10 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
         mbarrier.wait(stages.full.index(stage), phase)
         if not C.X_TMA:
             fence_async_shared()  # what threads have copied, for the tensor cores
-        weights = _weights(stages, stage, 0, WHICH, C, _fragment_layout(TOKENS))
-        others = weights
+        weights, held = _weights(stages, stage, 0, WHICH, C, _fragment_layout(TOKENS, C.PART_K // 4))
+        others, others_held = weights, held
         if PARTS > 1:
-            others = _weights(stages, stage, 1, WHICH, C, _fragment_layout(TOKENS))
+            others, others_held = _weights(stages, stage, 1, WHICH, C, _fragment_layout(TOKENS, C.PART_K // 4))
         if ORDERED:
             mbarrier.wait(order.index(WHICH), order_phase)
         total, tail = _add(weights, stages, stage * PARTS, total, tail, C, TOKENS, TAIL)
@@ -217,7 +247,7 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
         if ORDERED:
             mbarrier.arrive(order.index(1 - WHICH))
             order_phase ^= 1
-        total, tail = _done(total, tail, weights, others, C.FOUR_BIT, TAIL)
+        total, tail = _done(total, tail, held, others_held, C.FOUR_BIT, TAIL)
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = advance(stage, phase, C.STAGES)
     _finish(total, staging, target, expert, row, end, first, C)
@@ -281,7 +311,7 @@ def _scaled_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.c
         if not C.X_TMA:
             fence_async_shared()  # what threads have copied, for the tensor cores
         following = gl.load(scale + gl.minimum(index + 1, C.NUM_K - 1))
-        weights = _weights(stages, stage, 0, WHICH, C, LAYOUT)
+        weights, _ = _weights(stages, stage, 0, WHICH, C, LAYOUT)
         at = stage * PIECES
         low = _promote(weights, tokens.index(at), token_scales.index(at), factor, low, C)
         if TOKENS > WIDE:

@@ -21,6 +21,7 @@ four, so a product has six of bf16's eight. Where a scale is zero codes are, whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 
@@ -78,7 +79,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
         words int32 [units, UNIT_WORDS], and of scales int32 [units, MX_UNIT_SCALES].
     """
     exponents = (scales.to(torch.int64) + 254 - scales.amax(1, keepdim=True)).clamp_(min=0)
-    return _words(codes, _fp4_bytes(codes.device)), _scale_words(exponents << 7, MX_BLOCK)
+    return words_of(codes, _fp4_bits), _scale_words(exponents << 7, MX_BLOCK)
 
 
 def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +93,7 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     values = ((blocks ^ (plain < 0).to(torch.uint8)[:, :, None] * 0x88) * (plain != 0)[:, :, None]).flatten(1)
     # Exponent and three bits of mantissa, as float32 has them; 2 ** 8 becomes 30, so 2 ** -9, the least, 13.
     byte = (plain.abs().view(torch.int32).to(torch.int64) >> 20) - ((127 + 8 - 30) << 3)
-    words = _words(values, _fp4_bytes(values.device))
+    words = words_of(values, _fp4_bits)
     return words, _scale_words(byte.clamp_(0, NV_LARGEST) << 4, NVFP4_BLOCK)
 
 
@@ -120,7 +121,7 @@ def pack_int4(
     if zeros is not None:
         each.append(_of_both_rows(zeros.to(torch.int64).repeat_interleave(count, 1) * 0x11, wide))
     words = torch.stack(each, -1).flatten(1).to(torch.int32)
-    return _words(codes, _int4_bytes(codes.device)), words
+    return words_of(codes, _int4_bits), words
 
 
 def int4_factor(scales: torch.Tensor) -> torch.Tensor:
@@ -150,26 +151,27 @@ def _row_scale(scales: torch.Tensor) -> torch.Tensor:
 
 def _of_both_rows(bits: torch.Tensor, wide: int) -> torch.Tensor:
     """Of 16 bits each, int64 [rows, cols / 64 * wide]: both h in a word, [units, ROW_PAIRS * wide]."""
-    bits = _padded(bits, wide)
+    bits = padded(bits, wide)
     of = bits.view(bits.shape[0] // UNIT, 4, 2, 8, bits.shape[1] // wide, wide).permute(0, 4, 1, 3, 5, 2)
     of = of.reshape(-1, ROW_PAIRS * wide, 2)
     return of[..., 0] | of[..., 1] << 16
 
 
-def _words(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Of codes two in a byte, u8 [rows, cols / 2]: l = 0 and 1."""
-    codes = _padded(codes, UNIT // 2)
+def words_of(codes: torch.Tensor, bits_of: Callable[[], list[list[int]]]) -> torch.Tensor:
+    """Of codes two in a byte, u8 [rows, cols / 2]: l = 0 and 1. `bits_of` returns [8][256]: for (h, j, i), and a byte,
+    its bits in words A and B (the upper)."""
+    codes = padded(codes, UNIT // 2)
     # rows: unit, w, h, g; columns: unit, q, j, i, t
     shape = codes.shape[0] // UNIT, 4, 2, 8, codes.shape[1] * 2 // UNIT, 2, 2, 2, 4
     steps = codes.view(shape).permute(2, 6, 7, 0, 4, 1, 3, 8, 5).reshape(len(TURNS_A) * 2, -1)
-    bits = table.gather(1, steps.long())
+    bits = table_on(codes.device, bits_of).gather(1, steps.long())
     return bits.sum(0).view(torch.int32).view(-1, UNIT_WORDS)  # A, then B; no two steps have a bit in common
 
 
 def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
     """Of the bits of bf16 that are stored, int64 [rows, cols / block]: both h in a word, every other block turned."""
     wide = UNIT // block
-    bits = _padded(bits, wide)
+    bits = padded(bits, wide)
     # rows: unit, w, h, g; columns: unit, and blocks two by two
     shape = bits.shape[0] // UNIT, 4, 2, 8, bits.shape[1] // wide, wide // 2, 2
     of = bits.view(shape).permute(0, 4, 1, 3, 5, 6, 2).reshape(-1, UNIT * wide // 4, 2, 2)
@@ -179,9 +181,7 @@ def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
     return (halves[..., 0] | turned & 0xFFFFFFFF).to(torch.int32)  # wraps: the same bits
 
 
-@cache
-def _fp4_bytes(device: torch.device) -> torch.Tensor:
-    """int64 [8, 256]: for (h, j, i), and two values of a thread in a byte, their bits in words A and B (the upper)."""
+def _fp4_bits() -> list[list[int]]:
     table: list[list[int]] = []
     for h, step in product(range(2), range(4)):
         turn = (TURNS_A, TURNS_B)[h][step]
@@ -189,30 +189,28 @@ def _fp4_bytes(device: torch.device) -> torch.Tensor:
         in_b = [not C_FROM_A >> place & 1 if step == 3 else h == 1 for place in places]
         bits = [1 << place + 32 * b for place, b in zip(places, in_b, strict=True)]
         table.append([sum(bit for index, bit in enumerate(bits) if byte >> index & 1) for byte in range(256)])
-    return _signed(table, device)
+    return table
 
 
-@cache
-def _int4_bytes(device: torch.device) -> torch.Tensor:
-    """The same of INT4."""
-    table = [
+def _int4_bits() -> list[list[int]]:
+    return [
         [(byte & 15 | byte >> 4 << 16) << (4 * step + 32 * h) for byte in range(256)]
         for h, step in product(range(2), range(4))
     ]
-    return _signed(table, device)
 
 
-def _signed(table: list[list[int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor([[word - (1 << 64) if word >> 63 else word for word in row] for row in table], device=device)
+@cache
+def table_on(device: torch.device, make: Callable[[], list[list[int]]]) -> torch.Tensor:
+    """Returns what `make` does as an int64 tensor; numbers may have 64 bits."""
+    return torch.tensor([[word - (1 << 64) if word >> 63 else word for word in row] for row in make()], device=device)
 
 
 def forget_tables() -> None:
-    """Lets the tables of bits be made again: an engine may have taken the memory that they lay in."""
-    _fp4_bytes.cache_clear()
-    _int4_bytes.cache_clear()
+    """Lets the tables be made again: an engine may have taken the memory that they lay in."""
+    table_on.cache_clear()
 
 
-def _padded(values: torch.Tensor, wide: int) -> torch.Tensor:
+def padded(values: torch.Tensor, wide: int) -> torch.Tensor:
     """With zeros to whole units, of which one is `wide` columns."""
     rows, cols = values.shape
     return torch.nn.functional.pad(values, (0, round_up(cols, wide) - cols, 0, round_up(rows, UNIT) - rows))

@@ -30,6 +30,7 @@ import triton.language as tl
 
 from eprt.experts.activation_triton import activated
 from eprt.experts.grouped.four_bit_triton import four_bit_block, four_bit_expert, settled
+from eprt.experts.grouped.mxfp4_e4m3_triton import e4m3_block
 from eprt.experts.grouped.weights import INTERLEAVE
 from eprt.experts.sort_by_expert_triton import ENTRY, pdl_wait, tiles_of
 from eprt.weights import FP8_BLOCK
@@ -45,7 +46,7 @@ class GemmConstants:
 
     Attributes:
         PAIR: number formats (`schedules.Pair`).
-        UNIT_SCALES: int32 words of scales per unit of 4-bit weights.  ZEROS: of INT4, zero points among them.
+        UNIT_SCALES: int32 words of scales per unit of 4-bit weights, else 0.  ZEROS: of INT4, zero points among them.
         N, K: rows of an expert's matrix (both parts, with padding) and columns without padding.
         W_STRIDE, W_ROWS: elements between weight rows, and how many of these all experts have.
         BLOCK_M, BLOCK_N, BLOCK_K: tokens, weight rows and columns per tile and stage.  STAGES: depth of the pipeline.
@@ -186,7 +187,7 @@ def _product(
     K_BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
     UP_SCALE: tl.constexpr = (C.N // 2 + _FP8_BLOCK - 1) // _FP8_BLOCK * K_BLOCKS
     LOW: tl.constexpr = (K + 15) // 16 * 16  # columns of a token's first numbers: whole 16 bytes
-    FOUR_BIT: tl.constexpr = PAIR == "w4a16" or PAIR == "nv4a16" or PAIR == "i4a16"
+    FOUR_BIT: tl.constexpr = C.UNIT_SCALES > 0
     WHOLE: tl.constexpr = PAIR == "bf16" or PAIR == "c8a8" or FOUR_BIT  # both parts are summed together
     WIDTH: tl.constexpr = BLOCK_N if WHOLE else BLOCK_N // PARTS
     x, x_tiles = read
@@ -199,7 +200,9 @@ def _product(
     w_offset, w_ok = w_rows.to(tl.int64) * C.W_STRIDE, w_rows < C.W_ROWS
     for start in tl.range(0, K, BLOCK_K, num_stages=C.STAGES):
         tokens = _block(x, x_tiles, x_offset, x_ok, row, start, 0, K, BLOCK_K, X_TMA)
-        if FOUR_BIT:
+        if PAIR == "w4a8":
+            weights = e4m3_block(w, w_scale, column, start, C)
+        elif FOUR_BIT:
             weights = four_bit_block(w, w_scale, column, start, C)
         else:
             weights = _block(w, w, w_offset, w_ok, w_row, start, 0, K, BLOCK_K, C.W_TMA)
@@ -288,7 +291,7 @@ def _tile(read, target, where, C: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.
         tail_m, tail_ok, tail_numbers, tail_offset = _read(source, row + BLOCK_M, end, expert, x_stride, x_skip, TAIL)
     w_scale_tile, x_scale_rows = w_scale, x_scale
     w_expert = w
-    if C.PAIR == "w4a16" or C.PAIR == "nv4a16" or C.PAIR == "i4a16":
+    if C.UNIT_SCALES > 0:
         w_expert, w_scale_tile = four_bit_expert(w, w_scale, expert, C)
     if C.PAIR == "w8a8" or C.PAIR == "w8a16":
         x_scale_rows = x_scale + numbers * k_blocks
@@ -299,7 +302,7 @@ def _tile(read, target, where, C: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.
         (x, x_tiles), w_expert, w_scale_tile, expert * C.N + column * C.BLOCK_N, x_scale_rows, (offset, ok),
         (tail_offset, tail_ok), row, column * C.BLOCK_N, C, BLOCK_M, TAIL, X_TMA,
     )  # fmt: skip
-    PER_TOKEN: tl.constexpr = C.PAIR == "c8a8"
+    PER_TOKEN: tl.constexpr = C.PAIR == "c8a8" or C.PAIR == "w4a8"
     _finish(gate, up, target, expert, m, ok, column, C, x_scale + numbers if PER_TOKEN else None)
     if TAIL > 0:
         tl.static_assert(C.SWAP, "a tail of fewer than 64 tokens has to be the right operand")
@@ -336,7 +339,7 @@ def grouped_gemm(
     Args:
         x: [rows, K]; in w8a16 [rows, 2 * K rounded up to 16].  x_tiles: the same as a descriptor of blocks
             [BLOCK_M, BLOCK_K] (X_TMA).  source: [rows] int32, the row to read, or None.
-        x_scale: [rows, ceil(K / 128)] float32 where tokens are FP8; in c8a8 [rows].
+        x_scale: [rows, ceil(K / 128)] float32 where tokens are FP8; in c8a8 and w4a8 [rows].
         w: [experts * N, W_STRIDE]: a pointer, or a descriptor of blocks [BLOCK_N, BLOCK_K] (W_TMA); gate and up rows
             alternate by INTERLEAVE.  w_scale: [experts, parts, ceil(N / parts / 128), ceil(K / 128)] float32,
             or None. Of 4 bits, w and w_scale are words.  w_factor: [experts, parts, N / parts] float32, or None.

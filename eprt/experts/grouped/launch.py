@@ -17,7 +17,7 @@ from eprt.experts.activation_triton import constants
 from eprt.experts.grouped.four_bit import UNIT
 from eprt.experts.grouped.gemm_triton import GemmConstants, grouped_gemm
 from eprt.experts.grouped.quantize_triton import quantize_tiles
-from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS, FP8_PAIRS, Pair, Schedule, Tile
+from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS, FP8_PAIRS, TOKEN_SCALED, Pair, Schedule, Tile
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.sort_by_expert_triton import TileSchedule
 from eprt.launching import INT32, CachedKernel, like, starts_aligned
@@ -63,7 +63,8 @@ class Rows:
 
     Attributes:
         data: [rows, K] or expert-major [L, M, K], last dimension contiguous; in w8a16 twice as wide.
-        scale: [rows, ceil(K / 128)] float32 of E4M3 data, in c8a8 [rows, 1]; of expert-major data [L * M, ..].
+        scale: [rows, ceil(K / 128)] float32 of E4M3 data, of TOKEN_SCALED pairs [rows, 1]; of expert-major data
+            [L * M, ..].
         source: int32, the row of `data` for each scheduled row; None: the same row.
     """
 
@@ -218,6 +219,7 @@ class _Cut:
     """How rows are quantized: the compile-time constants of `quantize_tiles`."""
 
     K: int
+    WIDTH: int
     GROUP: int
     ROWS: int
     BLOCK_M: int
@@ -225,19 +227,19 @@ class _Cut:
     SPLIT: bool
 
     @classmethod
-    def of(cls, gemm: Gemm, work: TileSchedule | None) -> _Cut:
-        K, split = gemm.matrix.cols, gemm.pair == "w8a16"
-        group = next_power_of_2(K) if gemm.pair == "c8a8" else FP8_BLOCK
+    def of(cls, gemm: Gemm, work: TileSchedule | None, K: int) -> _Cut:
+        split, width = gemm.pair == "w8a16", round_up(gemm.matrix.cols, 16)
+        group = next_power_of_2(width) if gemm.pair in TOKEN_SCALED else FP8_BLOCK
         height, tail = (work.tiles.m, work.tiles.tail) if work else (16, 0)
         rows = min(height, max(1, _QUANTIZED_AT_ONCE // group))
-        return cls(K, group, rows, height if work else rows, tail, split)
+        return cls(K, width, group, rows, height if work else rows, tail, split)
 
 
 def quantize_rows(data: torch.Tensor, work: TileSchedule | None, gemm: Gemm) -> Rows:
-    """Quantizes the scheduled rows (None: all rows) to E4M3 for `gemm`, with a scale per 128 values or, in c8a8, per
-    row; others stay garbage."""
-    cut = _Cut.of(gemm, work)
-    groups, width = ceil_div(cut.K, cut.GROUP), round_up(cut.K, 16) * (2 if cut.SPLIT else 1)
+    """Quantizes the scheduled rows (None: all rows) to E4M3 for `gemm`, with a scale per 128 values or, of
+    TOKEN_SCALED pairs, per row; others stay garbage."""
+    cut = _Cut.of(gemm, work, data.shape[-1])
+    groups, width = ceil_div(cut.K, cut.GROUP), cut.WIDTH * (2 if cut.SPLIT else 1)
     codes = torch.empty((*data.shape[:-1], width), dtype=torch.float8_e4m3fn, device=data.device)
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
     pieces = groups * ceil_div(cut.BLOCK_M + cut.TAIL, cut.ROWS)

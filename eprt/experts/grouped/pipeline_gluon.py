@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from eprt.experts.grouped.four_bit import UNIT, UNIT_WORDS
 from eprt.experts.grouped.gemm_triton import GemmConstants, position
-from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS
+from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS, FP8_PAIRS
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK_K = 64  # columns of bf16 per part: 128 bytes
@@ -81,7 +81,8 @@ class KernelConstants(GemmConstants):
     weights and FP8.
 
     Attributes:
-        FOUR_BIT: weights have 4 bits.  UNIT_ROWS: rows of units per TMA load.  FP8: weights and tokens are E4M3.
+        FOUR_BIT: weights have 4 bits.  UNIT_ROWS: rows of units per TMA load.  FP8: tokens are E4M3, as are weights of
+            8 bits and decoded ones.
         SCALED: each part is summed, scaled and then added (w8a8).  COPIES: producer threads copy, beside TMA.
         CONSUMERS: warpgroups that share BLOCK_N.  ORDERED: two of them decode, and take turns at the tensor cores.
         PART_K, PARTS: columns of a part, and parts per stage.
@@ -113,7 +114,7 @@ class KernelConstants(GemmConstants):
         # Fields, as Triton's cache knows a kernel by what they print.
         for name, value in (
             ("FOUR_BIT", four_bit),
-            ("FP8", self.PAIR in ("c8a8", "w8a8")),
+            ("FP8", self.PAIR in FP8_PAIRS),
             ("SCALED", scaled),
             ("COPIES", scaled or not self.X_TMA),
             ("UNIT_ROWS", next_power_of_2(self.BLOCK_N // UNIT)),
@@ -139,7 +140,7 @@ def _consumer_registers(consumers: int, producer: int) -> int:
 
 def block_columns(pair: str) -> int:
     """Returns the columns of a part."""
-    return 2 * BLOCK_K if pair in ("c8a8", "w8a8") else BLOCK_K
+    return 2 * BLOCK_K if pair in FP8_PAIRS else BLOCK_K
 
 
 def row_blocks(rows: torch.Tensor, count: int) -> Any:
@@ -245,7 +246,7 @@ def _fetch_weights(w, w_scale, stages, stage, there, first, index, C: gl.constex
     """Issues the TMA loads of one stage's weights, of 4 bits with their scales."""
     if C.FOUR_BIT:
         _tma_load(w, [first, index * w.block_shape[1], 0], there, stages.w.index(stage))
-        _tma_load(w_scale, [first, index * (C.PARTS * C.UNIT_SCALES)], there, stages.w_scale.index(stage))
+        _tma_load(w_scale, [first, index * w_scale.block_shape[1]], there, stages.w_scale.index(stage))
     else:
         _tma_load(w, [first, index * C.PART_K], there, stages.w.index(stage))
 
@@ -290,7 +291,7 @@ def _produce_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.
     expert, row, end, first = where
     stage, phase = state
     SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
-    UNITS_BYTES: gl.constexpr = C.UNIT_ROWS * C.PARTS * (_UNIT_WORDS + C.UNIT_SCALES) * 4
+    UNITS_BYTES: gl.constexpr = C.UNIT_ROWS * (C.BLOCK_K // _UNIT) * (_UNIT_WORDS + C.UNIT_SCALES) * 4
     WEIGHTS: gl.constexpr = UNITS_BYTES if C.FOUR_BIT else C.BLOCK_N * _ROW_BYTES
     EXPECTED: gl.constexpr = WEIGHTS + ((TOKENS + TAIL) * _ROW_BYTES * C.PARTS if C.X_TMA else 0)
     blocks = in_blocks(stages.x, C.STAGES * C.PARTS * (C.BLOCK_M // C.LEAST), C.LEAST, C)

@@ -17,8 +17,8 @@ _TINY = tl.constexpr(TINY)
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_tiles(
     x, codes, scale, entries, num_entries, num_rows, x_stride, x_skip, code_stride,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr,
-    SPLIT: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Quantizes rows to E4M3: codes [rows, code_stride], scale [rows, ceil(K / GROUP)] float32; x, x_skip as in
     `grouped_gemm`.
@@ -26,6 +26,7 @@ def quantize_tiles(
     Args:
         entries, num_entries: the tile schedule, of BLOCK_M and TAIL rows, whose rows are quantized; None: the first
             `num_rows`.
+        WIDTH: columns that are written, zeros past K.
         GROUP: columns that share a scale, a power of two.  ROWS: rows that are quantized together.
         SPLIT: the rounding error follows in the second half of the columns, with the same scale. A value of at most 448
             leaves at most 16, and of that at most 2^-5, or 2^-10 in all.
@@ -33,7 +34,6 @@ def quantize_tiles(
     A value is multiplied by the inverse of its scale: a true division, as `eprt.quant` makes it, takes ten times as
     long as the memory does.
     """
-    width: tl.constexpr = (K + 15) // 16 * 16
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     PIECES: tl.constexpr = GROUPS * ((BLOCK_M + TAIL + ROWS - 1) // ROWS)
     total = tl.cdiv(num_rows, BLOCK_M) if entries is None else tl.load(num_entries)
@@ -52,8 +52,8 @@ def quantize_tiles(
         factor = tl.maximum(tl.max(tl.abs(value), 1) / _E4M3_MAX, _TINY)
         value = tl.clamp(value * (1.0 / factor)[:, None], -_E4M3_MAX, _E4M3_MAX)
         code = value.to(tl.float8e4nv)
-        target, there = codes + m[:, None] * code_stride + k[None, :], (m < end)[:, None] & (k < width)[None, :]
+        target, there = codes + m[:, None] * code_stride + k[None, :], (m < end)[:, None] & (k < WIDTH)[None, :]
         tl.store(target, code, mask=there)
         if SPLIT:
-            tl.store(target + width, (value - code.to(tl.float32)).to(tl.float8e4nv), mask=there)
+            tl.store(target + WIDTH, (value - code.to(tl.float32)).to(tl.float8e4nv), mask=there)
         tl.store(scale + m * GROUPS + group, factor, mask=m < end)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # Weights x activations: plain bf16; E4M3 blocks times E4M3 groups; E4M3 times bf16; E4M3 by row times E4M3 by token;
-# MXFP4, NVFP4 and INT4 times bf16.
-Pair = Literal["bf16", "w8a8", "w8a16", "c8a8", "w4a16", "nv4a16", "i4a16"]
-FP8_PAIRS: tuple[Pair, ...] = ("w8a8", "w8a16", "c8a8")
-FOUR_BIT_PAIRS: tuple[Pair, ...] = ("w4a16", "nv4a16", "i4a16")
+# MXFP4, NVFP4 and INT4 times bf16; MXFP4 times E4M3 by token.
+Pair = Literal["bf16", "w8a8", "w8a16", "c8a8", "w4a16", "nv4a16", "i4a16", "w4a8"]
+FP8_PAIRS: tuple[Pair, ...] = ("w8a8", "w8a16", "c8a8", "w4a8")  # tokens are E4M3
+TOKEN_SCALED: tuple[Pair, ...] = ("c8a8", "w4a8")  # those with one scale per token
+FOUR_BIT_PAIRS: tuple[Pair, ...] = ("w4a16", "nv4a16", "i4a16", "w4a8")
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,19 @@ HOPPER["c8a8"] = (
     (232, FP8_128),
     (272, FP8_256),
     (ANY, FP8_128),
+)
+# Of MXFP4 with E4M3 tokens.
+W4A8_16 = replace(MXFP4_WS, halvings=0, stages=8, fallback=Tile(128, 128, 4, 4, 4, True, tma=True))
+W4A8_32 = replace(MXFP4_WS, stages=8, fallback=Tile(128, 128, 4, 4, 3, True, halvings=1))
+W4A8_64 = replace(MXFP4_WS, stages=6, fallback=Tile(128, 64, 4, 4, 2, True, halvings=1, tma=True))
+W4A8_128 = replace(MXFP4_WS, n=192, stages=5, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
+W4A8_256 = replace(MXFP4_WS, n=128, stages=4, halvings=2, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
+HOPPER["w4a8"] = (
+    (12, Schedule(16, W4A8_16, W4A8_16, launch_dependents=True)),
+    (40, Schedule(32, W4A8_32, W4A8_32, tail=16, launch_dependents=True)),
+    (80, Schedule(64, W4A8_64, W4A8_64, tail=16, launch_dependents=True)),
+    (208, Schedule(128, W4A8_128, W4A8_128, tail=32, launch_dependents=True)),
+    (ANY, Schedule(256, W4A8_256, W4A8_256, tail=32, launch_dependents=True)),
 )
 
 

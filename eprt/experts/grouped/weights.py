@@ -21,6 +21,7 @@ from eprt.experts.grouped.four_bit import (
     pack_nvfp4,
     room,
 )
+from eprt.experts.grouped.mxfp4_e4m3 import e4m3_factor, pack_mxfp4_e4m3, padded_columns
 from eprt.experts.padding import interleave_halves, pad_parts, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
@@ -41,7 +42,7 @@ class GroupedMatrix:
             multiplied by, else None.
         bias: [L, parts, rows / parts] float32, or None.
         parts: 2 where gate and up alternate by INTERLEAVE rows.
-        rows, cols: of one expert; each part's rows padded to INTERLEAVE.
+        rows, cols: of one expert; each part's rows padded to INTERLEAVE, columns to whole 128 for tokens of E4M3.
         zeros: INT4 with zero points of its own, among the words of `scale`.
     """
 
@@ -55,20 +56,24 @@ class GroupedMatrix:
     zeros: bool = False
 
     @classmethod
-    def prepare(cls, matrix: Matrix, bias: torch.Tensor | None, parts: int, device: torch.device) -> GroupedMatrix:
-        """From a canonical matrix on any device, expert by expert; formats that no kernel has in bf16."""
+    def prepare(
+        cls, matrix: Matrix, bias: torch.Tensor | None, parts: int, device: torch.device, *, e4m3: bool = False
+    ) -> GroupedMatrix:
+        """From a canonical matrix on any device, expert by expert; formats that no kernel has in bf16. `e4m3`: MXFP4
+        will be decoded to E4M3 (`mxfp4_e4m3`)."""
         L, rows, cols = matrix.shape
         part = rows // parts
         padded = round_up(part, INTERLEAVE) if parts > 1 else part
 
         def prepare(index: int) -> dict[str, torch.Tensor]:
-            found = _laid_out(matrix.expert(index).map(lambda tensor: tensor.to(device)), parts, padded)
+            found = _laid_out(matrix.expert(index).map(lambda tensor: tensor.to(device)), parts, padded, e4m3)
             if bias is not None:
                 own = bias[index : index + 1].to(device, torch.float32)
                 found["bias"] = pad_parts(own, parts, padded).view(1, parts, padded)
             return found
 
         unit_scales = _unit_scales(matrix)
+        cols = padded_columns(cols) if e4m3 else cols
         units = room(parts * padded, cols) if unit_scales else 0
         tensors = stack_experts(L, prepare, {"data": units * UNIT_WORDS, "scale": units * unit_scales})
         scale, factor, bias = (tensors.get(name) for name in ("scale", "factor", "bias"))
@@ -93,7 +98,7 @@ def _unit_scales(matrix: Matrix) -> int:
             return 0
 
 
-def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
+def _laid_out(own: Matrix, parts: int, padded: int, e4m3: bool) -> dict[str, torch.Tensor]:
     """One expert's data, scale and factor; parts of `padded` rows."""
     _, rows, cols = own.shape
     part = rows // parts
@@ -107,18 +112,28 @@ def _laid_out(own: Matrix, parts: int, padded: int) -> dict[str, torch.Tensor]:
             factor = pad_parts(scale.to(torch.float32), parts, padded).view(1, parts, padded)
             return {"data": alternate(own.data, parts, padded, round_up(cols, 16)), "factor": factor}
         case Mxfp4() | Nvfp4() | Int4():
-            codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
-            if isinstance(own, Mxfp4):
-                packed, factor = pack_mxfp4(codes, scales), mxfp4_factor(own.scales)
-            elif isinstance(own, Nvfp4):
-                packed, factor = pack_nvfp4(codes, scales), nvfp4_factor(own.scales[0], own.global_scale[0])
-            else:
-                zeros = None if own.zeros is None else alternate(own.zeros, parts, padded, own.zeros.shape[2])[0]
-                packed, factor = pack_int4(codes, scales, zeros), int4_factor(own.scales[0])
+            packed, factor = _packed(own, parts, padded, e4m3)
             factor = pad_parts(factor.view(1, rows), parts, padded).view(1, parts, padded)
             return {"data": packed[0][None], "scale": packed[1][None], "factor": factor}
         case _:
             return {"data": alternate(decode(own, parts, torch.bfloat16), parts, padded, round_up(cols, 8))}
+
+
+def _packed(
+    own: Mxfp4 | Nvfp4 | Int4, parts: int, padded: int, e4m3: bool
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """One expert's words and those of scales, and the factors of its rows, in their own order."""
+    codes, scales = (alternate(each, parts, padded, each.shape[2])[0] for each in (own.codes, own.scales))
+    match own:
+        case Mxfp4() if e4m3:
+            return pack_mxfp4_e4m3(codes, scales), e4m3_factor(own.codes[0], own.scales[0])
+        case Mxfp4():
+            return pack_mxfp4(codes, scales), mxfp4_factor(own.scales)
+        case Nvfp4():
+            return pack_nvfp4(codes, scales), nvfp4_factor(own.scales[0], own.global_scale[0])
+        case Int4():
+            zeros = None if own.zeros is None else alternate(own.zeros, parts, padded, own.zeros.shape[2])[0]
+            return pack_int4(codes, scales, zeros), int4_factor(own.scales[0])
 
 
 def alternate(stack: torch.Tensor, parts: int, rows: int, stride: int) -> torch.Tensor:

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 
 from eprt.experts.grouped.four_bit_triton import four_bit_block
+from eprt.experts.grouped.mxfp4_e4m3_triton import e4m3_block
 from eprt.experts.grouped.schedules import Schedule, Tile
+from eprt.experts.reference import activation_forward, decode_matrix
 from eprt.weights import ExpertWeights, Int4
 from support.cases import number_formats
 from support.stand_ins.kernel_device import DEVICE
@@ -26,7 +28,7 @@ SCHEDULES = {
 def _decode(w, w_scale, out, C: tl.constexpr):
     row = tl.arange(0, C.BLOCK_N)
     for start in range(0, C.K, C.BLOCK_K):
-        values = four_bit_block(w, w_scale, 0, start, C)
+        values = (e4m3_block if C.PAIR == "w4a8" else four_bit_block)(w, w_scale, 0, start, C)
         col = start + tl.arange(0, C.BLOCK_K)
         tl.store(out + row[:, None] * C.K + col[None, :], values)
 
@@ -44,8 +46,10 @@ class Decoding:
 
 
 def decoded(packed, rows, cols, pair, *, zeros=False):
-    """bf16 [rows, cols] of what `pack_mxfp4`, `pack_nvfp4` or `pack_int4` returned, rows' factors not applied."""
-    out = torch.full((rows, cols), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    """bf16 [rows, cols] of what `pack_mxfp4`, `pack_nvfp4` or `pack_int4` returned, E4M3 of `pack_mxfp4_e4m3`'s, rows'
+    factors not applied."""
+    dtype = torch.float8_e4m3fn if pair == "w4a8" else torch.bfloat16
+    out = torch.full((rows, cols), float("nan"), dtype=torch.float32, device=DEVICE).to(dtype)
     _decode[(1,)](*packed, out, C=Decoding(pair, packed[1].shape[1], zeros, cols, rows))
     return out
 
@@ -66,6 +70,25 @@ def int4_experts(config, group, *, zeros, dtype=torch.bfloat16, seed=0):
 
     bias = [torch.randn(E, rows, generator=draw).to(DEVICE) for rows in (parts * I, H)] if config.bias else (None, None)
     return ExpertWeights(matrix(parts * I, H, 0.15 * H**-0.5), matrix(H, I, 0.15 * I**-0.5), *bias)
+
+
+def with_e4m3_tokens(config, weights, tokens):
+    """The witness's experts, with biases: float32 [rows, H] of tokens, and of what lies between the matrices, that are
+    rounded to E4M3 with a scale for each row."""
+    gate_up, down = decode_matrix(weights.gate_up, config.activation.parts), decode_matrix(weights.down, 1)
+    x = _as_e4m3(tokens.hidden.data)
+    out = torch.zeros_like(x)
+    for e in range(config.num_experts):
+        row, choice = (tokens.ids == e).nonzero(as_tuple=True)
+        between = activation_forward(config.activation, x[row] @ gate_up[e].T + weights.gate_up_bias[e])
+        y = _as_e4m3(between.to(torch.bfloat16)) @ down[e].T + weights.down_bias[e]
+        out.index_add_(0, row, y * tokens.weights[row, choice][:, None])
+    return out
+
+
+def _as_e4m3(x):
+    scale = x.float().abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def every_code(rows):

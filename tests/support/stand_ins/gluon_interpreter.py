@@ -289,7 +289,7 @@ _LAYOUTS = (
     "SwizzledSharedLayout",
 )  # fmt: skip
 _AS_IN_TRITON = (
-    "load", "store", "max", "minimum", "maximum", "split", "reshape", "permute", "atomic_add", "num_programs",
+    "load", "store", "max", "minimum", "maximum", "join", "split", "reshape", "permute", "atomic_add", "num_programs",
     "program_id", "static_assert",
 )  # fmt: skip
 _TYPES = "int32", "int64", "uint32", "float32", "bfloat16", "float8e4nv"
