@@ -2,9 +2,10 @@
 
     python benchmarks/tune_grouped.py result.json [shape ...]
 
-For each shape of `eprt bench experts` (all with weights that the kernel multiplies, unless some are named) and each
-number of tokens, times CUDA-graph replays of either GEMM alone, over the candidates below whose height suits the rows
-an expert gets. Writes every time, and prints the fastest pair beside what the table would take and beside the floors.
+For each shape of `eprt bench experts` (all with weights that the kernel multiplies, unless some are named;
+`gpt-oss-120b:fp8` has FP8 activations) and each number of tokens, times CUDA-graph replays of either GEMM alone, over
+the candidates below whose height suits the rows an expert gets. Writes every time, and prints the fastest pair beside
+what the table would take and beside the floors.
 What a candidate computes is compared with what the first one did. A candidate that doesn't compile or doesn't fit has
 no time. Some three minutes a shape, most of them compiling.
 """
@@ -23,11 +24,12 @@ from one_rank import executor_of
 
 from eprt.bench.experts import SHAPES, Ceilings, sample_ids
 from eprt.experts.grouped import TritonGroupedExecutor
-from eprt.experts.grouped.launch import Gemm, Rows
-from eprt.experts.grouped.schedules import Schedule, Tile, choose
+from eprt.experts.grouped.launch import Gemm, Rows, quantize_rows
+from eprt.experts.grouped.schedules import FP8_PAIRS, Schedule, Tile, choose
 from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule, sort_and_schedule
 from eprt.rounding import round_up
 from eprt.timing import device_microseconds
+from eprt.tokens import Payload
 
 TOKENS = (8, 32, 128, 512, 2048, 8192)
 # Rows of a tile: (n, k, stages, warps, programs on a multiprocessor[, halvings]), all weights x tokens.
@@ -61,6 +63,18 @@ ROLES: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
         64: ((256, 128, 5, 8, 1, 1), (192, 128, 6, 8, 1, 1), (128, 128, 5, 8, 1, 1)),
         128: ((192, 128, 3, 8, 1, 1), (192, 64, 6, 8, 1, 1), (128, 64, 6, 8, 1, 1)),
         256: ((128, 64, 5, 8, 1, 2), (128, 64, 5, 8, 1, 1), (128, 64, 4, 8, 1, 2)),
+    },
+    "w4a8": {
+        16: ((256, 128, 8, 8, 1), (256, 256, 4, 8, 1), (128, 128, 8, 8, 1)),
+        32: ((256, 128, 8, 8, 1, 1), (256, 256, 4, 8, 1, 1), (256, 128, 6, 8, 1)),
+        64: ((256, 128, 6, 8, 1, 1), (256, 256, 3, 8, 1, 1), (192, 128, 6, 8, 1, 1), (128, 128, 8, 8, 1, 1)),
+        128: (
+            (192, 128, 5, 8, 1, 1),
+            (192, 128, 4, 8, 1, 1),
+            (128, 128, 6, 8, 1, 1),
+            (128, 128, 6, 8, 1, 2),
+        ),
+        256: ((128, 128, 4, 8, 1, 2), (128, 128, 3, 8, 1, 2), (128, 128, 4, 8, 1, 1)),
     },
     "bf16": {
         64: ((256, 64, 4, 8, 1, 1), (128, 64, 6, 8, 1, 1)),
@@ -96,14 +110,17 @@ def cut(n: int, k: int, stages: int, warps: int, ctas: int, halvings: int = 0, s
     return Tile(n, k, stages, warps, ctas, bool(swap), halvings)
 
 
+# The same of MXFP4 with tokens of E4M3, that of few rows.
+FP8_TOKENS = {16: MXFP4[16][4:7], 32: MXFP4[32][2:4], 64: (), 128: (), 256: ()}
 # Rows beyond a tile's height that an expert's last tile may take along (`Schedule.tail`), where tiles have `swap`.
 TAILS: dict[str, dict[int, tuple[int, ...]]] = {
     "w4a16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32), 256: (0, 16, 32)},
+    "w4a8": {32: (0, 16), 64: (0, 16), 128: (16, 32), 256: (0, 32)},
     "bf16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32), 256: (0, 32)},
 }
 CANDIDATES = {
     pair: {m: [cut(*each) for each in cuts] for m, cuts in table.items()}
-    for pair, table in (("w4a16", MXFP4), ("i4a16", MXFP4), ("bf16", BF16))
+    for pair, table in (("w4a16", MXFP4), ("i4a16", MXFP4), ("w4a8", FP8_TOKENS), ("bf16", BF16))
 }
 ROLES["i4a16"], TAILS["i4a16"] = ROLES["w4a16"], TAILS["w4a16"]
 for pair, table in ROLES.items():
@@ -154,7 +171,9 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
     heights = [m for m in candidates if mean / 4 <= m <= max(16, 4 * mean)]
     for m, tail in [(height, tail) for height in heights for tail in TAILS[executor._pair].get(height, (0,))]:
         _, source, work = sort_and_schedule(ids, 0, L, RowTiles(m, tail))
-        reads = Rows(hidden, None, source), Rows(outs[0][:, : gemms[1].matrix.cols])
+        between = outs[0][:, : gemms[1].matrix.cols]
+        second = quantize_rows(between, work, gemms[1]) if executor._pair in FP8_PAIRS else Rows(between)
+        reads = executor._rows(Payload.plain(hidden), work, source), second
         for index, gemm in enumerate(gemms):
             for tile in tiles(executor._pair, m, tail, tma=index == 1):
                 us = time_tile(gemm, reads[index], work, tile, outs[index][:, : gemm.width])
@@ -205,7 +224,8 @@ def main(path: str, shapes: list[str]) -> None:
     ceilings = Ceilings.measure(device)
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "limits": ceilings.as_dict(), "shapes": {}}
     for shape in shapes:
-        executor = executor_of(shape, "triton_grouped", device)
+        name, _, activations = shape.partition(":")
+        executor = executor_of(name, "triton_grouped", device, low_precision=activations == "fp8")
         assert isinstance(executor, TritonGroupedExecutor)
         rows = result["shapes"][shape] = []
         for tokens in TOKENS:
