@@ -95,8 +95,8 @@ def wait_for_engines(a: argparse.Namespace) -> None:
 
 @contextmanager
 def in_turn(a: argparse.Namespace) -> Iterator[None]:
-    """Where engines share a GPU: lets one measure at a time. They take turns from batch to batch, as the GPU's clock and
-    what else the host does change within minutes."""
+    """Where engines share a GPU: lets one measure at a time. They take turns from batch to batch, as the GPU's clock
+    and what else the host does change within minutes."""
     if not shares(a):
         yield
         return
