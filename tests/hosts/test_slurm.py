@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.hosts import ROOT, Network, network
 from support.jobs.resumable import ITEMS, KILLED_BEFORE
-from support.processes import descendants
+from support.processes import command, descendants
 
 PROGRAM = ROOT / "tests/support/jobs/resumable.py"
 DAEMONS = ("slurmctld", "slurmd", "sbatch", "munged")
@@ -150,7 +150,7 @@ def test_scancel_ends_every_rank(cluster: Cluster, tmp_path: Path, note: Note) -
 
     def ranks() -> list[int]:
         below = [pid for daemon in cluster.daemons for pid in descendants(daemon.pid)]
-        return [pid for pid in below if b"resumable.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in below if b"resumable.py" in command(pid)]
 
     assert len(ranks()) >= 4
     at = time.monotonic()
