@@ -311,7 +311,7 @@ def _scaled_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.c
         if not C.X_TMA:
             fence_async_shared()  # what threads have copied, for the tensor cores
         following = gl.load(scale + gl.minimum(index + 1, C.NUM_K - 1))
-        weights, _ = _weights(stages, stage, 0, WHICH, C, LAYOUT)
+        weights = _weights(stages, stage, 0, WHICH, C, LAYOUT)[0]
         at = stage * PIECES
         low = _promote(weights, tokens.index(at), token_scales.index(at), factor, low, C)
         if TOKENS > WIDE:
