@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +15,6 @@ from eprt.errors import CheckpointError, one_block
 from eprt.ranks.launcher import RankContext
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """The number of MoE layers, the plan's choice, and what was warned of."""
-
-    layers: int
-    dispatcher: str
-    executor: str
-    warnings: list[str]
 
 
 @dataclass(frozen=True)
@@ -46,24 +36,38 @@ class Answers:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all ranks load by.
+    """How all ranks load and continue.
 
     Attributes:
-        directory: of the checkpoint.
-        graphs: whether decode steps are replayed from CUDA graphs, where they can be captured.
+        max_tokens: that a rank's buffers are sized for.
         batch: prompts that a rank continues at once.
         options: transformers' own.
         streams: whether tokens can be seen as they are chosen: not with beams.
         stops: whether text ends sequences, for which ranks need the tokenizer.
     """
 
-    directory: str
-    runtime: RuntimeConfig
-    graphs: bool
+    max_tokens: int
     batch: int
     options: dict[str, Any]
     streams: bool
     stops: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tells all ranks what they have to know.
+
+    Attributes:
+        ids, seeds: token ids, and a seed, of each prompt; no seeds where nothing is sampled.
+        first: the first prompt that isn't answered yet.
+        most_new: new tokens of a prompt, at most.
+    """
+
+    ids: list[list[int]]
+    seeds: list[int] | None
+    first: int
+    most_new: int
+    settings: Settings
 
 
 def share(context: RankContext, value: Any) -> Any:
@@ -71,8 +75,17 @@ def share(context: RankContext, value: Any) -> Any:
     return value
 
 
-def load_model(context: RankContext, settings: Settings, behind_s: float, ticks: Path | None) -> LoadedModel:
-    """Loads the model without other ranks' experts; appends a byte to `ticks` for each layer. Collective."""
+def load_model(
+    context: RankContext, directory: str, settings: Settings, graphs: bool, behind_s: float, ticks: Path | None
+) -> tuple[int, str, str, list[str]]:
+    """Loads the model without other ranks' experts; appends a byte to `ticks` for each layer. Collective.
+
+    Args:
+        graphs: whether decode steps are replayed from CUDA graphs, where they can be captured.
+
+    Returns:
+        the number of MoE layers, the plan's dispatcher and executor, and what was warned of.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     from eprt.integrations.transformers import load_without_experts, parallelize
@@ -81,19 +94,16 @@ def load_model(context: RankContext, settings: Settings, behind_s: float, ticks:
     disable_progress_bar()  # one for each rank, terminal or not; the command has its own
     world = context.world(timeout_s=behind_s)
     context.release("generate")
-    ticker = _Ticker(ticks if context.rank == 0 else None)
     with heard() as warnings:
-        model = load_without_experts(settings.directory, dtype="auto", device_map=None).eval().to(world.device)
+        model = load_without_experts(directory, dtype="auto", device_map=None).eval().to(world.device)
         # Graphs hold whole steps, not layers.
-        whole = settings.graphs and not model_refusal(model, settings.options)
-        runtime = RuntimeConfig(
-            max_tokens_per_rank=settings.runtime.max_tokens_per_rank, layer_graphs=False if whole else None
-        )
-        layers = parallelize(model, world, runtime, on_layer=ticker)
+        whole = graphs and not model_refusal(model, settings.options)
+        runtime = RuntimeConfig(max_tokens_per_rank=settings.max_tokens, layer_graphs=False if whole else None)
+        layers = parallelize(model, world, runtime, on_layer=_ticker(ticks if context.rank == 0 else None))
         world.warmup(*layers)
-    tokenizer = load_tokenizer(Path(settings.directory)) if settings.stops else None
-    context.cache["generate"] = _Model(model, layers, settings, tokenizer)
-    return LoadedModel(len(layers), layers[0].plan.dispatcher, layers[0].plan.executor, warnings)
+    tokenizer = load_tokenizer(Path(directory)) if settings.stops else None
+    context.cache["generate"] = _Model(model, layers, settings, graphs, tokenizer)
+    return len(layers), layers[0].plan.dispatcher, layers[0].plan.executor, warnings
 
 
 def continue_share(
@@ -104,20 +114,18 @@ def continue_share(
 
     held: _Model = context.cache["generate"]
     first: dict[int, float] = {}
-    ticker, started = _Ticker(ticks), time.perf_counter()
+    tick, started = _ticker(ticks), time.perf_counter()
 
     def note(prompt: int, _: int) -> None:
         first.setdefault(prompt, time.perf_counter() - started)
-        ticker()
+        tick()
 
     more: dict[str, Any] = dict(held.settings.options)
     more |= {"on_token": note} if held.settings.streams else {}
     more |= {"tokenizer": held.tokenizer} if held.tokenizer is not None else {}
     more |= {"seeds": seeds[context.rank]} if seeds is not None else {}
     with heard() as warnings:
-        tokens = generate(
-            held.model, prompts[context.rank], batch_size=held.settings.batch, graphs=held.settings.graphs, **more
-        )
+        tokens = generate(held.model, prompts[context.rank], batch_size=held.settings.batch, graphs=held.graphs, **more)
     return Answers(tokens, time.perf_counter() - started, list(first.values()), warnings)
 
 
@@ -128,6 +136,7 @@ class _Model:
     model: Any
     layers: list[Any] = field(repr=False)
     settings: Settings
+    graphs: bool
     tokenizer: Any
 
     def close(self) -> None:
@@ -135,15 +144,12 @@ class _Model:
             layer.close()
 
 
-class _Ticker:
-    """Appends a byte to a file at each call, if there is one."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("ab", buffering=0)
-
-    def __call__(self, *_: int) -> None:
-        if self._file is not None:
-            self._file.write(b".")
+def _ticker(path: Path | None) -> Callable[..., object]:
+    """Returns a function that appends a byte to a file at each call, if there is one."""
+    if path is None:
+        return lambda *_: None
+    file = path.open("ab", buffering=0)
+    return lambda *_: file.write(b".")
 
 
 def load_tokenizer(directory: Path) -> Any:

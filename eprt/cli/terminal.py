@@ -10,9 +10,9 @@ import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +21,6 @@ from eprt.errors import ConfigError
 NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
 _CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-_LOOK_S = 0.2  # between two looks at how far work is
 _WIDEST = 100_000  # columns of text: a table is the same wherever it is printed
 
 # One column of a table: the row's key or attribute, with a format if one is needed ("us:.0f"), or two of them to show
@@ -136,27 +135,22 @@ class Terminal:
         from eprt.ranks.scratch import Scratch
 
         console = Console(stderr=True, soft_wrap=True, quiet=self.json or not self.speaks)
+        advance = Advance(what, total, partial(console.out, highlight=False))
         if console.quiet or not console.is_terminal:
-            yield Advance(what, total, lambda line: console.out(line, highlight=False))
+            yield advance
             return
-        with Scratch("progress") as folder, Progress(console=console, transient=True) as bar:
-            task, over = bar.add_task(what, total=total), threading.Event()
-            ticks = folder / "ticks"
-            ticks.touch()
-            advance = Advance(what, total, lambda line: console.out(line, highlight=False), ticks)
 
-            def watch() -> None:
-                while not over.wait(_LOOK_S):
-                    bar.update(task, completed=advance.done(ticks_each))
+        class Bar(Progress):
+            def get_renderables(self) -> Iterable[Any]:  # asked for some times a second
+                for task in self.tasks:
+                    self.update(task.id, completed=advance.done(ticks_each))
+                return super().get_renderables()
 
-            watching = threading.Thread(target=watch, daemon=True)
-            watching.start()
-            try:
-                yield advance
-            finally:
-                over.set()
-                watching.join()
-                bar.update(task, completed=advance.done(ticks_each))
+        with Scratch("progress") as folder, Bar(console=console, transient=True) as bar:
+            advance.ticks = folder / "ticks"
+            advance.ticks.touch()
+            bar.add_task(what, total=total)
+            yield advance
 
 
 class Advance:
@@ -167,9 +161,9 @@ class Advance:
         ticks: a file to which anybody may append a byte for a fraction of a part; None where nobody looks.
     """
 
-    def __init__(self, what: str, total: int, say: Callable[[str], None], ticks: Path | None = None) -> None:
-        self.ticks = ticks
+    def __init__(self, what: str, total: int, say: Callable[[str], None]) -> None:
         self.total = total
+        self.ticks: Path | None = None
         self._what, self._say = what, say
         self._done = self._seen = 0
 
