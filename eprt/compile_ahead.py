@@ -101,7 +101,9 @@ def compile_all(
     start = time.monotonic()
     with shared_cache():
         jobs = {mark: spec for spec in found if (mark := _mark(spec, target))}
-        todo = [mark for mark in sorted(jobs, key=lambda mark: _cost(jobs[mark]), reverse=True) if not _marked(mark)]
+        # The longest first: warp-specialized kernels, then those with many constants.
+        costs = {mark: (spec.kernel.is_gluon(), len(str(spec.named))) for mark, spec in jobs.items()}
+        todo = [mark for mark in sorted(jobs, key=costs.__getitem__, reverse=True) if not _marked(mark)]
         if len(todo) < fewest:
             return 0
         processes = min(processes, len(todo))
@@ -134,11 +136,6 @@ def _specialization(job: bytes) -> Specialization:
     module, name, arguments, named = pickle.loads(job)
     kernel = getattr(importlib.import_module(module), name)
     return Specialization(kernel, arguments, named)
-
-
-def _cost(spec: Specialization) -> tuple[bool, int]:
-    """Orders jobs by how long they take: warp-specialized kernels, then those with many constants."""
-    return spec.kernel.is_gluon(), len(str(spec.named))
 
 
 def _mark(spec: Specialization, target: Device) -> str:

@@ -26,7 +26,6 @@ _LINES = {
     "placement": ("placement", "layer_p50_us"),
     "plan": ("pair", "us"),
 }
-_REMEDY = "plots need matplotlib: pip install 'eprt[plot]'"
 
 
 def plot(report: Report, path: Path) -> None:
@@ -46,7 +45,7 @@ def draw(report: Report) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(_REMEDY) from error
+        raise ConfigError("plots need matplotlib: pip install 'eprt[plot]'") from error
     panels = _layer_panels(report) if report.bench == "layer" else _line_panels(report)
     rows, columns = max(1, ceil_div(len(panels), 2)), max(1, min(2, len(panels)))
     figure = Figure(figsize=(6.4 * columns, 4.2 * rows), layout="constrained")

@@ -99,8 +99,14 @@ def _simulate(arguments: BenchDispatch, terminal: Terminal) -> Report:
     from eprt.models.published import model_config
     from eprt.support import Device
 
-    _require_simulation(arguments)
     asked = arguments.simulation
+    if arguments.plot is not None:
+        raise ConfigError("--plot draws what was measured: a simulation has tables, and --output FILE")
+    if min(asked.ranks, default=0) < 2 or asked.ranks_per_host < 1 or asked.replicas < 0:
+        raise ConfigError(
+            f"--ranks {' '.join(map(str, asked.ranks))} --ranks-per-host {asked.ranks_per_host} --replicas "
+            f"{asked.replicas}: expected worlds of two ranks or more, at least one rank per host, replicas from 0 on"
+        )
     config, device = kinds_of_layers(model_config(asked.model))[0][0], Device.parse(asked.gpu)
     placements = [(0, False), *(((asked.replicas, one) for one in (False, True)) if asked.replicas else ())]
     worlds = [
@@ -116,14 +122,3 @@ def _simulate(arguments: BenchDispatch, terminal: Terminal) -> Report:
         what = f"{size} x {device}, {asked.ranks_per_host} per host, one layer of {asked.model}"
         terminal.table(f"Simulated, not measured: {what}; the hottest rank sets the pace", SIMULATED, rows)
     return report
-
-
-def _require_simulation(arguments: BenchDispatch) -> None:
-    asked = arguments.simulation
-    if arguments.plot is not None:
-        raise ConfigError("--plot draws what was measured: a simulation has tables, and --output FILE")
-    if min(asked.ranks, default=0) < 2 or asked.ranks_per_host < 1 or asked.replicas < 0:
-        raise ConfigError(
-            f"--ranks {' '.join(map(str, asked.ranks))} --ranks-per-host {asked.ranks_per_host} --replicas "
-            f"{asked.replicas}: expected worlds of two ranks or more, at least one rank per host, replicas from 0 on"
-        )

@@ -210,7 +210,12 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     device = arguments.device
     world = torch.cuda.device_count() if device == "cuda" else arguments.world
     count = DEFAULT_TRIALS if arguments.trials is None and device == "cpu" else arguments.trials
-    _require_trials(arguments, world, count)
+    if min(arguments.jobs, 1 if count is None else count) < 1 or world < 2:
+        raise ConfigError(
+            f"--trials {count}, --jobs {arguments.jobs}, {world} {device} ranks: expected at least 1, 1 and 2"
+        )
+    if arguments.resume and arguments.output is None:
+        raise ConfigError("--resume leaves out trials that a file has: say which by --output")
     output = arguments.output if terminal.speaks else None
     asked = [cell for seed in arguments.seeds for cell in faults.trials(world, device, count, seed)]
     found = FaultReport(asked, arguments.jobs, output)
@@ -221,28 +226,17 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     found.forget(calm)
     if device == "cpu":  # on GPUs every trial ended by SIGSEGV with these there; whether by them isn't known
         preload(*PRELOADED)
+    trials = [*calm, *left]
+    results = faults.run_trials(trials, arguments.jobs)
     try:
-        _run_trials(found, [*calm, *left], arguments.jobs, terminal)
+        with terminal.progress("fault", len(trials)) as advance, closing(results):
+            for result in results:
+                found.add(result)
+                advance(_in_words(result))
     finally:
         found.write()
         _say_faults(found, world, device, terminal)
     return found.rows()
-
-
-def _run_trials(found: FaultReport, trials: list[Trial], jobs: int, terminal: Terminal) -> None:
-    with terminal.progress("fault", len(trials)) as advance, closing(faults.run_trials(trials, jobs)) as results:
-        for result in results:
-            found.add(result)
-            advance(_in_words(result))
-
-
-def _require_trials(arguments: Doctor, world: int, count: int | None) -> None:
-    if min(arguments.jobs, 1 if count is None else count) < 1 or world < 2:
-        raise ConfigError(
-            f"--trials {count}, --jobs {arguments.jobs}, {world} {arguments.device} ranks: expected at least 1, 1 and 2"
-        )
-    if arguments.resume and arguments.output is None:
-        raise ConfigError("--resume leaves out trials that a file has: say which by --output")
 
 
 def _in_words(result: Result) -> str:

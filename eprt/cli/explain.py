@@ -54,8 +54,9 @@ def explain(arguments: Explain, terminal: Terminal) -> int:
     asked = {"model": str(arguments.model), "device": str(device), "phase": runtime.phase}
     sizes = {"parallel": asdict(parallel), "runtime": asdict(runtime)}
     own_rows = str(own_path()) if own_tables() else None
-    layouts_shown = [_layout_as_json(way) for way in ways]
-    terminal.result({**asked, **sizes, "own_rows": own_rows, "plans": shown, "layouts": layouts_shown})
+    pairs = [[{"dispatcher": plan.dispatcher, "executor": plan.executor} for plan in way.plans] for way in ways]
+    laid_out = [{**asdict(replace(way, plans=())), "plans": plans} for way, plans in zip(ways, pairs, strict=True)]
+    terminal.result({**asked, **sizes, "own_rows": own_rows, "plans": shown, "layouts": laid_out})
     return 0
 
 
@@ -147,18 +148,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "max_tokens_per_rank": plan.max_tokens_per_rank,
         "tokens_per_rank": plan.tokens,
         "engines": [{"name": name, **asdict(support)} for name, support in plan.engines.items()],
-        "candidates": [_candidate_as_json(candidate) for candidate in plan.candidates],
+        "candidates": [
+            {"tokens": found.pop("token_format"), **found.pop("support"), **found}
+            for found in map(asdict, plan.candidates)
+        ],
     }
-
-
-def _candidate_as_json(candidate: Candidate) -> dict[str, Any]:
-    found = asdict(candidate)
-    return {"tokens": found.pop("token_format"), **found.pop("support"), **found}
-
-
-def _layout_as_json(way: ParallelLayout) -> dict[str, Any]:
-    pairs = [{"dispatcher": plan.dispatcher, "executor": plan.executor} for plan in way.plans]
-    return {**asdict(replace(way, plans=())), "plans": pairs}
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -189,10 +183,7 @@ def curves(
 
 
 def _plot(config: MoEConfig, arguments: Explain, device: Device, path: Path) -> None:
-    """Draws the time of a layer over tokens per rank, one line for each possible pair.
-
-    Raises ConfigError where nothing is known of any pair's time, or as `eprt.bench.plot.plot`.
-    """
+    """Draws the time of a layer over tokens per rank, one line for each possible pair."""
     from eprt.bench.plot import plot
     from eprt.bench.report import Report
 

@@ -39,7 +39,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], round_size: int, prompts: Sequence[str]) -> None:
         self._path, self.done = path, 0
-        header = _line({_KEY: {**settings, "round": round_size}})
+        header = json.dumps({_KEY: {**settings, "round": round_size}}).encode() + b"\n"
         try:
             self._file = _opened(path)
             held = self._file.read()
@@ -67,7 +67,9 @@ class Journal:
             raise ConfigError(f"--output {self._path} holds answers of {one_block('; '.join(other))}: {_REMEDY}")
         lines.pop()  # cut off, or empty
         for number, line in enumerate(lines):
-            if number >= len(prompts) or not _answers(line, prompts[number]):
+            row = _object(line)
+            given = json.dumps(row.get("given"))
+            if number >= len(prompts) or given != prompts[number] or not isinstance(row.get("tokens"), list):
                 raise ConfigError(
                     f"{self._path}:{number + 2} answers no prompt, or another than --prompts has there: {_REMEDY}"
                 )
@@ -80,10 +82,8 @@ class Journal:
         self._append("".join(f"{answer}\n" for answer in answers).encode())
 
     def _append(self, data: bytes) -> None:
-        rest = memoryview(
-            data
-        )  # in one write where the system takes it: a signal finds all of a round there, or nothing
-        while rest:
+        rest = memoryview(data)
+        while rest:  # in one write where the system takes it: a signal finds all of a round there, or nothing
             rest = rest[self._file.write(rest) :]
         os.fsync(self._file.fileno())
 
@@ -111,11 +111,6 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("r+b", buffering=0)
 
 
-def _answers(line: bytes, prompt: str) -> bool:
-    row = _object(line)
-    return isinstance(row.get("tokens"), list) and json.dumps(row.get("given")) == prompt
-
-
 def _object(line: bytes) -> dict[str, Any]:
     """Returns the JSON object in a line, or an empty one."""
     try:
@@ -123,7 +118,3 @@ def _object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row).encode() + b"\n"

@@ -33,7 +33,11 @@ LAYERS = columns(
 
 def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     """Plans placements of all layers. Returns 0, also where replicas don't pay."""
-    configs = _configs(arguments)
+    configs: dict[int, MoEConfig] = {}  # by layer; none without a model
+    if arguments.model is not None:
+        hf = model_config(arguments.model)
+        family = family_for(hf)
+        configs = {layer: family.moe_config(hf, layer) for layer in family.moe_layers(hf)}
     counts = _counts(arguments, configs)
     rows = _rows(arguments, configs, counts, terminal)
     means = {f"mean_{when}": sum(row[when] for row in rows) / len(rows) for when in ("before", "after")}
@@ -52,17 +56,10 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
         terminal.say(f"wrote {arguments.out}")
     asked = {"slots": arguments.slots, "ranks": arguments.world, "tokens": arguments.tokens, "phase": arguments.phase}
     pays = {"pays": total and total.pays, "gain": total and total.gain}
-    terminal.result({**asked, **means, **pays, "layers": [_as_json(row) for row in rows]})
+    shown = ("layer", "before", "after", "moved", "empty_slots", "slots")
+    found = [{**{k: row[k] for k in shown}, "estimate": row["verdict"] and asdict(row["verdict"])} for row in rows]
+    terminal.result({**asked, **means, **pays, "layers": found})
     return 0
-
-
-def _configs(arguments: PlanExperts) -> dict[int, MoEConfig]:
-    """Returns the config of each MoE layer of the model, by number; none without a model."""
-    if arguments.model is None:
-        return {}
-    hf = model_config(arguments.model)
-    family = family_for(hf)
-    return {layer: family.moe_config(hf, layer) for layer in family.moe_layers(hf)}
 
 
 def _counts(arguments: PlanExperts, configs: dict[int, MoEConfig]) -> Counts:
@@ -95,29 +92,30 @@ def _rows(
             now = ExpertPlacement(experts, parallel) if file is None else file.placement(layer, experts, parallel)
             current = now if now.num_slots == arguments.slots else None
             new = plan_placement(row, parallel, arguments.slots, current=current, domain_size=domain)
-            found = {"executor": None, "verdict": None}
+            executor, verdict = None, None
             if layer in configs:
-                found = _weighed(arguments, configs[layer], row, now, new)
+                executor, verdict = _weighed(arguments, configs[layer], row, now, new)
             even = {when: imbalance(rank_loads(row, place)) for when, place in (("before", now), ("after", new))}
             # Experts that travel; None where the number of slots changes, so that the model is loaded again.
             moved = None if current is None else len(transfers(now, new))
             empty = new.slots.count(EMPTY)
             slots = {"slots": list(new.slots), "empty_slots": empty, "replicas": len(new.slots) - empty - experts}
-            rows.append({"layer": layer, **even, "moved": moved, **slots, "placement": new, **found})
+            found = {"placement": new, "executor": executor, "verdict": verdict}
+            rows.append({"layer": layer, **even, "moved": moved, **slots, **found})
             advance(f"layer {layer}")
     return rows
 
 
 def _weighed(
     arguments: PlanExperts, config: MoEConfig, counts: Sequence[int], now: ExpertPlacement, new: ExpertPlacement
-) -> dict[str, Any]:
+) -> tuple[str, Verdict]:
     """Returns the executor that the plan chooses for a layer, and what the new placement means for its time."""
     device, parallel = Device.parse(arguments.device), now.parallel
     runtime = RuntimeConfig(phase=arguments.phase, max_tokens_per_rank=arguments.tokens)
     executor = make_plan(config, parallel, runtime, device).executor
     time = modelled(config, parallel, executor, device)
-    verdict = weigh(config, counts, now, new, arguments.tokens, one_replica=arguments.phase == "decode", time=time)
-    return {"executor": executor, "verdict": verdict}
+    decode = arguments.phase == "decode"
+    return executor, weigh(config, counts, now, new, arguments.tokens, one_replica=decode, time=time)
 
 
 def _judged(arguments: PlanExperts, total: Verdict | None, size: int, rows: list[dict[str, Any]]) -> str:
@@ -151,8 +149,3 @@ def _total(verdicts: list[Verdict]) -> Verdict | None:
         return None
     before, after, *sums = (sum(column) for column in zip(*map(astuple, verdicts), strict=True))
     return Verdict(before / len(verdicts), after / len(verdicts), *sums)
-
-
-def _as_json(row: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: row[name] for name in ("layer", "before", "after", "moved", "empty_slots", "slots")}
-    return {**shown, "estimate": row["verdict"] and asdict(row["verdict"])}

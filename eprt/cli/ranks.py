@@ -78,7 +78,7 @@ def ranks(world: int | None, device: str) -> Iterator[Ranks]:
     """
     size, joined = world_size(world, device), joins_torchrun()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) if joined else size
-    kind = choose_device(device, local)
+    kind = _chosen_device(device, local)
     if joined:
         context = RankContext(place()[0], size, kind)
         yield Ranks(context, BEHIND_TIMEOUT_S["cuda"])  # rank 0 judges results between jobs, while the others wait
@@ -97,8 +97,7 @@ def world_size(world: int | None, device: str) -> int:
     return place()[1] if joins_torchrun() else world
 
 
-def choose_device(device: str, local_ranks: int) -> str:
-    """Returns "cpu" or "cuda". Raises ConfigError if CUDA is asked for and there are too few GPUs."""
+def _chosen_device(device: str, local_ranks: int) -> str:
     available = torch.cuda.device_count()
     if device == "cuda" and available < local_ranks:
         raise ConfigError(

@@ -35,7 +35,7 @@ from eprt.plan.measured import own_path, own_tables, sizes_of_experts
 from eprt.ranks.process import RankContext
 from eprt.ranks.stacks import WorldFailed
 from eprt.rounding import ceil_div
-from eprt.support import Device, Requirement
+from eprt.support import Device
 from eprt.timing import device_microseconds, host_stopwatch
 
 SHARE = 0.5  # of the seconds left, what a part may take while others wait
@@ -220,17 +220,17 @@ def parts(config: MoEConfig, tokens: Sequence[int], ranks: int, device: str) -> 
     specs: list[ExecutorSpec | DispatcherSpec] = [spec for spec in EXECUTORS.values() if not spec.witness]
     specs += DISPATCHERS.values() if ranks > 1 else ()
     found: list[Part] = []
-    for spec in sorted(specs, key=lambda each: (_compiles(each.requirement), -each.preference)):
+
+    def order(spec: ExecutorSpec | DispatcherSpec) -> tuple[bool, int]:
+        return spec.requirement is not None and spec.requirement.module != "triton", -spec.preference
+
+    for spec in sorted(specs, key=order):
         if device in spec.devices and isinstance(spec, ExecutorSpec):
             found.append(Part(spec.name))
         elif device in spec.devices:
             cases = [DispatchCase(spec.name, config.hidden_size, config.top_k, count) for count in tokens]
             found += [Part(spec.name, case) for case in cases]
     return found
-
-
-def _compiles(requirement: Requirement | None) -> bool:
-    return requirement is not None and requirement.module != "triton"
 
 
 def elapsed(context: RankContext, since: float) -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,18 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import CheckpointError
-from eprt.models.scales import E2M1_BYTES, E4M3_BYTES, E4M3_FACTOR, NVFP4_FACTOR, activation_scale, positive_scale
 from eprt.models.schemes import Scheme
-from eprt.quant.elements import AWQ_ORDER, IN_ORDER, codes_along_columns, codes_along_rows, exact_scales, rows_of_words
+from eprt.quant.elements import (
+    AWQ_ORDER,
+    E2M1_MAX,
+    E4M3_MAX,
+    E8M0_NAN,
+    IN_ORDER,
+    codes_along_columns,
+    codes_along_rows,
+    exact_scales,
+    rows_of_words,
+)
 from eprt.weights import (
     FP8_BLOCK,
     INT4_ZERO,
@@ -36,6 +46,7 @@ from eprt.weights import (
 Part = Literal["gate", "up", "down"]
 Accept = Callable[[torch.Tensor, str], torch.Tensor]
 WHOLE_ROW = 0  # as a field's columns
+_F32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -96,12 +107,74 @@ class Stored:
     group: int = 0
 
 
-def _codes_of_words(words: torch.Tensor, where: str) -> torch.Tensor:
-    return codes_along_columns(words)
+# ---- scales: above 0, and no weight that they scale overflows float32 ----------------------------------------------
 
 
-def _codes_of_rows(words: torch.Tensor, where: str) -> torch.Tensor:
-    return codes_along_rows(words, AWQ_ORDER)
+def positive_scale(scale: torch.Tensor, where: str, largest: float = 1.0) -> torch.Tensor:
+    """Returns scales as they are, E8M0 ones as f32. Raises CheckpointError unless all are above 0, and finite also
+    times `largest`, the largest number that they scale."""
+    values = scale.float()
+    bad = values[~(torch.isfinite(values * largest) & (values > 0))]
+    if bad.numel():
+        count = f"{bad.numel()} of {values.numel()}"
+        most = f"{_F32_MAX / largest:.6g}, beyond which weights overflow float32"
+        raise CheckpointError(f"{where}: {count} scales such as {bad[0].item()}: expected above 0, at most {most}")
+    return values if scale.dtype == torch.float8_e8m0fnu else scale
+
+
+def activation_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
+    """Returns scales by which tokens are divided. Raises CheckpointError as `positive_scale`, and where 1 / scale is
+    infinite."""
+    if not torch.isfinite(1 / scale).all():
+        raise CheckpointError(f"{where}: scale {scale.min().item()}: expected above 0 by so much that 1 / it is finite")
+    return positive_scale(scale, where, E4M3_MAX)
+
+
+def e8m0_scale(scale: torch.Tensor, where: str, largest: float = 1.0) -> torch.Tensor:
+    """Returns scales as E8M0 bytes (value 2 ** (byte - 127)), from bytes, float8_e8m0fnu or f32 powers of two.
+
+    Raises CheckpointError for byte 255 (NaN), for f32 values that aren't powers of two from 2**-127 to 2**127, and for
+    scales that overflow float32 times `largest`, the largest number that they scale.
+    """
+    codes = _e8m0_codes(scale, where)
+    highest, most = int(codes.max()) if codes.numel() else 0, int(math.log2(_F32_MAX / largest)) + 127
+    if highest > most:
+        raise CheckpointError(
+            f"{where}: E8M0 scale {highest} of {codes.numel()} scales: expected 0 to {most}, beyond which weights "
+            "overflow float32"
+        )
+    return codes
+
+
+def _e8m0_codes(scale: torch.Tensor, where: str) -> torch.Tensor:
+    if scale.dtype == torch.float32:
+        bits = scale.contiguous().view(torch.int32)
+        code = (bits >> 23) & 0xFF
+        # 2**-127 lies below the normal range of float32: exponent 0 and the top mantissa bit alone.
+        smallest = bits == 0x00400000
+        power = (bits > 0) & (bits & 0x7FFFFF == 0) & (code < E8M0_NAN)
+        bad = scale[~(power | smallest)]
+        if bad.numel():
+            raise CheckpointError(
+                f"{where}: {bad.numel()} of {scale.numel()} scales such as {bad[0].item()}: "
+                "expected powers of two (E8M0 stored as float32)"
+            )
+        return code.to(torch.uint8)
+    codes = scale.view(torch.uint8)
+    bad_count = int((codes == E8M0_NAN).sum())
+    if bad_count:
+        raise CheckpointError(f"{where}: {bad_count} of {codes.numel()} E8M0 scales are 255 (NaN): expected 0 to 254")
+    return codes
+
+
+# By what they scale: E4M3 or E2M1 numbers, or both at once (NVFP4).
+E4M3_FACTOR = partial(positive_scale, largest=E4M3_MAX)
+NVFP4_FACTOR = partial(positive_scale, largest=E2M1_MAX * E4M3_MAX)
+E2M1_BYTES = partial(e8m0_scale, largest=E2M1_MAX)
+E4M3_BYTES = partial(e8m0_scale, largest=E4M3_MAX)
+
+
+# ---- values of the other fields ----------------------------------------------------------------------------------
 
 
 def _zeros_of_rows(words: torch.Tensor, where: str, order: tuple[int, ...], offset: int) -> torch.Tensor:
@@ -177,10 +250,7 @@ FORMATS: dict[WeightFormat, Stored] = {
     "f32": Stored(Dense, (Field("data", ("weight",), _F32),)),
     "mxfp4": Stored(
         Mxfp4,
-        (
-            _CODES,
-            Field("scales", ("scale", "weight_scale_inv"), (*_E8M0, *_F32), cols=MX_BLOCK, accept=E2M1_BYTES),
-        ),
+        (_CODES, Field("scales", ("scale", "weight_scale_inv"), (*_E8M0, *_F32), cols=MX_BLOCK, accept=E2M1_BYTES)),
     ),
     "nvfp4": Stored(
         Nvfp4,
@@ -197,18 +267,9 @@ FORMATS: dict[WeightFormat, Stored] = {
     ),
     "fp8_block": Stored(
         Fp8Block,
-        (
-            _FP8_DATA,
-            Field("scale", ("weight_scale_inv", "scale"), _BLOCK_SCALES, FP8_BLOCK, FP8_BLOCK, E4M3_FACTOR),
-        ),
+        (_FP8_DATA, Field("scale", ("weight_scale_inv", "scale"), _BLOCK_SCALES, FP8_BLOCK, FP8_BLOCK, E4M3_FACTOR)),
     ),
-    "mxfp8": Stored(
-        Mxfp8,
-        (
-            _FP8_DATA,
-            Field("scales", ("weight_scale",), _E8M0, cols=MX_BLOCK, accept=E4M3_BYTES),
-        ),
-    ),
+    "mxfp8": Stored(Mxfp8, (_FP8_DATA, Field("scales", ("weight_scale",), _E8M0, cols=MX_BLOCK, accept=E4M3_BYTES))),
 }
 
 
@@ -247,10 +308,7 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
     ),
     "fp8_channel": Stored(
         Fp8Channel,
-        (
-            _FP8_DATA,
-            Field("scale", ("weight_scale",), _FLOATS, cols=WHOLE_ROW, accept=_one_a_row),
-        ),
+        (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, cols=WHOLE_ROW, accept=_one_a_row)),
         (_STATIC_INPUT,),
     ),
     "fp8_block": Stored(
@@ -262,7 +320,7 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
 
 def _pack_quantized(scheme: Scheme) -> Stored:
     fields = [
-        Field("codes", ("weight_packed",), _INT32, cols=8, accept=_codes_of_words),
+        Field("codes", ("weight_packed",), _INT32, cols=8, accept=lambda words, where: codes_along_columns(words)),
         Field("scales", ("weight_scale",), _FLOATS, cols=scheme.group, accept=_int4_scale),
     ]
     if scheme.zeros:
@@ -282,26 +340,17 @@ def _grouped(scheme: Scheme, fields: list[Field], claims: list[Claim], order: st
 def _words(scheme: Scheme) -> Stored:
     """GPTQ packs neighbouring inputs, AWQ neighbouring outputs in an order of its own; both transpose."""
     awq, group = scheme.packer == "awq", scheme.group
-    codes = Field("codes", ("qweight",), _INT32, cols=8, accept=_codes_of_words, transposed=True)
+    field = partial(Field, transposed=True)
     if awq:
-        codes = Field(
-            "codes",
-            ("qweight",),
-            _INT32,
-            rows=8,
-            accept=_codes_of_rows,
-            transposed=True,
-        )
+        codes = field("codes", ("qweight",), _INT32, rows=8, accept=lambda words, _: codes_along_rows(words, AWQ_ORDER))
+    else:
+        codes = field("codes", ("qweight",), _INT32, cols=8, accept=lambda words, _: codes_along_columns(words))
     zeros = partial(_zeros_of_rows, order=AWQ_ORDER if awq else IN_ORDER, offset=scheme.zero_offset)
-    fields = [codes, Field("scales", ("scales",), _FLOATS, cols=group, accept=_int4_scale, transposed=True)]
+    fields = [codes, field("scales", ("scales",), _FLOATS, cols=group, accept=_int4_scale)]
     claims: list[Claim] = []
     if scheme.zeros:
-        fields.append(Field("zeros", ("qzeros",), _INT32, 8, group, zeros, transposed=True))
+        fields.append(field("zeros", ("qzeros",), _INT32, 8, group, zeros))
     else:
-        shape = partial(_zeros_shape, group)
+        shape: Callable[[int, int], tuple[int, ...]] = lambda rows, cols: (cols // (group or cols), rows // 8)  # noqa: E731
         claims.append(Claim("qzeros", _INT32, shape, partial(_symmetric_zeros, zeros)))
     return Stored(Int4, tuple(fields)) if awq else _grouped(scheme, fields, claims, "g_idx")
-
-
-def _zeros_shape(group: int, rows: int, cols: int) -> tuple[int, int]:
-    return cols // (group or cols), rows // 8

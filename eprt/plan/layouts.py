@@ -69,11 +69,9 @@ def _ways(parallel: ParallelConfig) -> dict[str, ParallelConfig]:
     """Returns worlds of one replica, by name; each shape once."""
     W = parallel.world_size
     host = min(parallel.ranks_per_host or W, W)
+    tp = parallel.moe_tp_size
     named = {
-        f"EP {parallel.ep_size}" + f" x MoE-TP {parallel.moe_tp_size}" * (parallel.moe_tp_size > 1): (
-            W,
-            parallel.moe_tp_size,
-        ),
+        f"EP {parallel.ep_size}" + f" x MoE-TP {tp}" * (tp > 1): (W, tp),
         f"EP {W}": (W, 1),
         f"EP {host} within a host, {W // host} replicas": (host, 1),
         f"EP {W // host} x MoE-TP {host} within a host": (W, host),

@@ -20,7 +20,7 @@ from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError, ConfigError, EprtError, UnsupportedError
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, SINGLE, Checkpoint
-from eprt.models.scales import E2M1_BYTES, E4M3_BYTES, E4M3_FACTOR, NVFP4_FACTOR, activation_scale
+from eprt.models.fields import E2M1_BYTES, E4M3_BYTES, E4M3_FACTOR, NVFP4_FACTOR, activation_scale
 from eprt.placement import ExpertPlacement
 from eprt.placement.file import PlacementFile
 from eprt.plan import measured

@@ -16,7 +16,7 @@ from eprt.errors import CheckpointError, ConfigError
 from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
 from eprt.models.checkpoint import QUANT_CONFIG, SINGLE
-from eprt.models.scales import e8m0_scale, positive_scale
+from eprt.models.fields import e8m0_scale, positive_scale
 
 DOWN = {  # a matrix of a local expert
     **dict.fromkeys(("qwen3_moe", "deepseek_v3"), "model.layers.1.mlp.experts.2.down_proj"),

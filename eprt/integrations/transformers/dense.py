@@ -74,17 +74,16 @@ def keep_in_place(model: Any, device: torch.device, dtype: torch.dtype) -> None:
         return apply(fn, *args, **given)
 
     model.__dict__["_apply"] = apply_nowhere_else
-    model.__dict__["save_pretrained"] = refuse_to_save
+    model.__dict__["save_pretrained"] = _refuse_to_save
 
 
 def keep_out_of_state(block: nn.Module) -> None:
     """Lets `state_dict` and `load_state_dict` of every module around `block` raise UsageError."""
-    block.register_state_dict_pre_hook(refuse_to_save)
+    block.register_state_dict_pre_hook(_refuse_to_save)
     block.register_load_state_dict_pre_hook(_refuse_to_load)
 
 
-def refuse_to_save(*_: Any, **__: Any) -> NoReturn:
-    """Raises UsageError."""
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
     raise UsageError(
         "state_dict or save_pretrained of a parallelized model would leave out experts, which are on other ranks and "
         "no parameters: save it before parallelize, or copy the checkpoint that it came from"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,26 +133,19 @@ def _first_float(module: Any, *names: str) -> float | None:
 def leave_out(model: nn.Module, directory: Path) -> list[str]:
     """Takes the weights from the experts modules of a model on meta, which is about to be loaded; returns their paths.
 
-    `directory` is where `spread` finds them.
+    Each has `eprt_left_out` then: the `directory` where `spread` finds the weights, and the parameters, on meta.
     """
     found = find_experts(model)
     for path, module in found.items():
         shapes = {name: module._parameters[name] for name in parameter_names(module)}
-        module.__dict__["eprt_left_out"] = LeftOut(directory, shapes)
+        module.__dict__["eprt_left_out"] = directory, shapes
         module._parameters.update(dict.fromkeys(shapes))
         for touched in (module, model.get_submodule(path.rpartition(".")[0])):  # a block may initialise its experts
             touched.__dict__["_is_hf_initialized"] = True
-        module.__dict__["forward"] = _refuse_to_run
+        module.__dict__["forward"] = refuse_to_run
     return list(found)
 
 
-def _refuse_to_run(*_: Any, **__: Any) -> NoReturn:
+def refuse_to_run(*_: Any, **__: Any) -> NoReturn:
+    """Raises UsageError."""
     raise UsageError("the model was loaded without its experts: call parallelize(model, world) before the first batch")
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """The parameters, on meta, of an experts module whose weights weren't loaded."""
-
-    directory: Path
-    parameters: dict[str, Any]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,31 +78,25 @@ def generate(
     agreement = agreement_of(model)
     with ExitStack() as replaying, lockstep(model):
         _check(model, world, batch_size, options)
-        _check_seeds(model, len(prompts), seeds, options)
+        if seeds is not None:
+            _check_seeds(model, len(prompts), seeds, options)
         rows = [_checked(model, number, prompt) for number, prompt in enumerate(prompts)]
         layer = agreement.places[0].layer
         most = layer.dispatcher.capacity.max_tokens_per_rank * layer.world.parallel.attention_tp_size
         decode = None
         if graphs is not False:
-            buckets = _powers_of_2(min(batch_size, most)) if graphs is True else tuple(sorted(set(graphs)))
+            largest = min(batch_size, most)
+            powers = (1 << n for n in range(largest.bit_length()) if 1 << n < largest)
+            buckets = (*powers, largest) if graphs is True else tuple(sorted(set(graphs)))
             decode = _decode_graphs(model, agreement, _most_length(model, rows, options), batch_size, buckets, options)
         if decode is not None:
             replaying.enter_context(decode.inside(model))  # until the last rank is done
         found: dict[int, list[int]] = {}
         for numbers in _batches(rows, batch_size, most, alike=_carries_state(model, agreement)):
+            batch = {number: rows[number] for number in numbers}
             own = None if seeds is None else [seeds[number] for number in numbers]
-            batch = _Batch(numbers, [rows[number] for number in numbers], own)
-            found |= zip(numbers, _run(model, batch, on_token, options, decode), strict=True)
+            found |= zip(numbers, _run(model, batch, own, on_token, options, decode), strict=True)
     return [tokens for _, tokens in sorted(found.items())]
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Prompts that are continued together: their numbers, their ids [S] each, and their seeds if they have some."""
-
-    numbers: list[int]
-    rows: list[torch.Tensor]
-    seeds: list[int] | None
 
 
 def _carries_state(model: Any, agreement: ForwardAgreement) -> bool:
@@ -115,11 +108,6 @@ def _carries_state(model: Any, agreement: ForwardAgreement) -> bool:
         logger.warning("batches hold prompts of equal length: %s would count padding as tokens", ", ".join(state))
     agreement.told_of_state = True
     return True
-
-
-def _powers_of_2(most: int) -> tuple[int, ...]:
-    """Returns those below `most`, and `most`."""
-    return (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most)
 
 
 def _decode_graphs(
@@ -168,25 +156,30 @@ def _most_length(model: nn.Module, rows: list[torch.Tensor], options: dict[str, 
 
 
 def _run(
-    model: Any, batch: _Batch, on_token: OnToken | None, options: dict[str, Any], decode: DecodeGraphs | None
+    model: Any,
+    batch: dict[int, torch.Tensor],
+    seeds: list[int] | None,
+    on_token: OnToken | None,
+    options: dict[str, Any],
+    decode: DecodeGraphs | None,
 ) -> list[list[int]]:
-    """Runs one batch through `model.generate`, and returns each row's new tokens."""
+    """Runs prompts [S], by number, together through `model.generate`, and returns each row's new tokens."""
     from eprt.integrations.transformers.sequences import SeededChoice, chosen_last
 
     device = agreement_of(model).world.device
     stops, pad = _special_tokens(model, options)
-    ids = pad_sequence(batch.rows, batch_first=True, padding_value=pad, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in batch.rows], batch_first=True, padding_side="left")
+    rows = list(batch.values())
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     given: dict[str, Any] = {"pad_token_id": pad, **options, "synced_gpus": False}  # lockstep keeps the ranks together
     lengths: dict[int, int] = {}
     if (_option(model, options, "num_beams") or 1) == 1:  # else rows are beams, not sequences
         lengths = _record_ends(model, given, stops, ids.shape[1])
     if on_token is not None:
-        given["streamer"] = _Streamer(batch.numbers, lengths, on_token)
+        given["streamer"] = _Streamer(list(batch), lengths, on_token)
     if decode is not None:
         given |= {"past_key_values": decode.begin(len(ids)), "disable_compile": True}
-    sampled = batch.seeds is not None and _option(model, options, "do_sample")
-    with chosen_last(model, SeededChoice(batch.seeds, device) if batch.seeds and sampled else None):
+    with chosen_last(model, SeededChoice(seeds, device) if seeds and _option(model, options, "do_sample") else None):
         out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     after = [tokens[: lengths.get(row)] for row, tokens in enumerate(out[:, ids.shape[1] :].tolist())]
     return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in stops), None)] for tokens in after]
@@ -255,7 +248,6 @@ def _checked(model: Any, number: int, prompt: Sequence[int] | torch.Tensor) -> t
 
 
 def _check(model: nn.Module, world: World | None, batch_size: int, options: dict[str, Any]) -> None:
-    """Raises ConfigError."""
     if world is not None and world is not agreement_of(model).world:
         raise ConfigError("the model was parallelized over another World: pass that one, or none")
     if batch_size < 1:
@@ -272,10 +264,7 @@ def _check(model: nn.Module, world: World | None, batch_size: int, options: dict
             raise ConfigError(f"{name} is set by generate itself (streaming: on_token)")
 
 
-def _check_seeds(model: nn.Module, count: int, seeds: Sequence[Any] | None, options: dict[str, Any]) -> None:
-    """Raises ConfigError."""
-    if seeds is None:
-        return
+def _check_seeds(model: nn.Module, count: int, seeds: Sequence[Any], options: dict[str, Any]) -> None:
     if len(seeds) != count or not all(isinstance(seed, int) and abs(seed) < 1 << 63 for seed in seeds):
         raise ConfigError(f"{len(seeds)} seeds for {count} prompts: expected an integer of 64 bits for each")
     if (beams := _option(model, options, "num_beams") or 1) > 1:

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from eprt.errors import CheckpointError, ConfigError, UsageError, one_block
-from eprt.integrations.transformers.experts import leave_out
+from eprt.errors import CheckpointError, ConfigError, one_block
+from eprt.integrations.transformers.experts import leave_out, refuse_to_run
 from eprt.models import ModelFamily, family_for, has_family
 from eprt.models.checkpoint import Checkpoint
 
@@ -29,9 +29,7 @@ class Placeholder(nn.Module):
         self.checkpoint = checkpoint
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        raise UsageError(
-            "the model was loaded without its experts: call parallelize(model, world) before the first batch"
-        )
+        refuse_to_run()
 
 
 def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] | None = None, **options: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NoReturn
@@ -148,8 +148,8 @@ def with_layer_graphs(runtime: RuntimeConfig | None, parts: LayerParts, device: 
 def _checked_file(config: dict[str, Any], parallel: ParallelConfig, given: str | Path | PlacementFile) -> PlacementFile:
     """Reads a file that has a placement for every MoE layer. Raises ConfigError."""
     found = given if isinstance(given, PlacementFile) else PlacementFile.read(given)
-    family = family_for(config) if has_family(config) else None  # `spread` checks each of its modules
-    if family is not None:
+    if has_family(config):  # else `spread` checks each of its modules
+        family = family_for(config)
         for number in family.moe_layers(config):
             found.placement(number, family.moe_config(config, number).num_experts, parallel)
     return found
@@ -249,23 +249,13 @@ def _require_same_model(source: Checkpoint, config: dict[str, Any], family: Mode
 def _facts(family: ModelFamily, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the maths of all MoE layers, by name; one value where all layers agree."""
     layers = family.moe_layers(config)
-    found: dict[str, Any] = {"moe layers": layers}
+    found: dict[str, dict[int, str]] = {}
     for number in layers:
-        for name, value in _flat(asdict(family.moe_config(config, number))).items():
+        for name, value in family.moe_config(config, number).settings().items():
             found.setdefault(name, {})[number] = value
     found.pop("weight_format", None)  # transformers may have unpacked the model's
-    return {
-        name: next(iter(value.values())) if isinstance(value, dict) and len(set(value.values())) == 1 else value
-        for name, value in found.items()
-    }
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of nested dicts by their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+    alike = {name: next(iter(values.values())) for name, values in found.items() if len(set(values.values())) == 1}
+    return {"moe layers": layers, **found, **alike}
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:

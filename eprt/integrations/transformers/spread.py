@@ -152,8 +152,8 @@ def _install(experts: Any, layer: ExpertParallelMoE, dtype: torch.dtype) -> None
 
 def open_source(model: nn.Module, checkpoint: str | Path | None) -> _Source:
     """Opens what the experts come from. Raises ConfigError, CheckpointError."""
-    left_out = [m.__dict__["eprt_left_out"] for m in find_experts(model).values() if "eprt_left_out" in m.__dict__]
-    place = checkpoint or (left_out[0].directory if left_out else None)
+    left_out = (m.__dict__.get("eprt_left_out") for m in find_experts(model).values())
+    place = checkpoint or next((directory for directory, _ in filter(None, left_out)), None)
     return _Source(model) if place is None else CheckpointSource(model, place)
 
 
@@ -203,8 +203,7 @@ class _Source:
 
     def parameters(self, experts: Any) -> dict[str, Any]:
         """Returns the parameters that all experts of a module have. Raises UsageError."""
-        left_out = experts.__dict__.get("eprt_left_out")
-        found = left_out.parameters if left_out is not None else experts._parameters
+        _, found = experts.__dict__.get("eprt_left_out", (None, experts._parameters))
         wanted = {name: found[name] for name in parameter_names(experts)}
         if any(tensor is None for tensor in wanted.values()):
             raise UsageError("the model is parallelized already: load it once more to spread it over another world")
