@@ -127,7 +127,6 @@ def compile_all(
 
 
 def _pickled(spec: Specialization) -> bytes:
-    """Returns a specialization as another process can read it."""
     function = spec.kernel.fn
     return pickle.dumps((function.__module__, function.__name__, spec.arguments, spec.named))
 

@@ -199,7 +199,6 @@ class _Move:
 
 
 def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]) -> None:
-    """Raises ConfigError, UsageError."""
     world.require_open()
     if world.current_step is not None:
         raise UsageError(f"rebalance inside step {world.current_step.number}: leave the step first")

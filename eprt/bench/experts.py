@@ -282,7 +282,6 @@ def cuda_device(bench: str) -> torch.device:
 def _bench_executor(
     case: ExpertCase, runtime: RuntimeConfig, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
 ) -> list[Row]:
-    """Returns the rows of one of eprt's executors."""
     config, shard = case.config, case.shard
     weights = random_experts(config, shard.num_local_experts, device, SHAPES[case.shape].group)
     activations = "fp8" if runtime.low_precision_activations else "bf16"

@@ -61,7 +61,6 @@ def _routers(config: MoEConfig, device: torch.device) -> list[Router]:
 
 
 def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[Row]:
-    """Returns one row for the kernels and one for torch."""
     E, H = routers[0].weight.shape
     device = routers[0].weight.device
     generator = torch.Generator(device).manual_seed(T)

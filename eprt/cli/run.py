@@ -58,8 +58,7 @@ RANKS = columns(
     in_=_kilobytes("bytes_received"),
 )
 STEPS = columns(
-    "step | tokens per rank = tokens | error = error:.1e",
-    tokens=lambda row: " ".join(map(str, row["tokens_per_rank"])),
+    "step | tokens per rank = tokens | error = error:.1e", tokens=lambda row: " ".join(map(str, row["tokens_per_rank"]))
 )
 
 

@@ -11,17 +11,7 @@ from eprt.models.base import FieldFamily, NestedText
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import Part
 from eprt.models.formats import ExpertNames, load_experts, load_linear
-from eprt.models.hf_config import (
-    MAX_LAYERS,
-    boolean,
-    expect,
-    integer,
-    listed,
-    num_layers,
-    of_layer,
-    real,
-    where,
-)
+from eprt.models.hf_config import MAX_LAYERS, boolean, expect, integer, listed, num_layers, of_layer, real, where
 from eprt.placement import ExpertShard
 from eprt.routing.formulas import NORM_MIN
 from eprt.weights import ExpertWeights, LatentWeights

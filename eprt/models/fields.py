@@ -220,7 +220,6 @@ def _reciprocal(check: Accept) -> Accept:
 
 
 def _of_this_shape(values: torch.Tensor, where: str, size: tuple[int, int]) -> None:
-    """Raises CheckpointError unless a `weight_shape` is the matrix's."""
     if tuple(values.tolist()) != size:
         raise CheckpointError(f"{where} says {values.tolist()}: expected {list(size)}, as config.json does")
 
@@ -262,8 +261,7 @@ FORMATS: dict[WeightFormat, Stored] = {
         ),
     ),
     "fp8_tensor": Stored(
-        Fp8Tensor,
-        (_FP8_DATA, Field("scale", ("weight_scale",), _F32, rows=0, accept=E4M3_FACTOR), _INPUT_SCALE),
+        Fp8Tensor, (_FP8_DATA, Field("scale", ("weight_scale",), _F32, rows=0, accept=E4M3_FACTOR), _INPUT_SCALE)
     ),
     "fp8_block": Stored(
         Fp8Block,

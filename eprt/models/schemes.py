@@ -200,7 +200,6 @@ def _nvfp4_packed(weights: dict[str, Any]) -> Scheme:
 
 
 def _expect_number(weights: dict[str, Any], kind: str, bits: int) -> None:
-    """Raises ConfigError unless weights are of one kind of number."""
     found = weights.get("type"), weights.get("num_bits")
     if found != (kind, bits):
         said = f"type {shown(found[0])} of num_bits {shown(found[1])}"

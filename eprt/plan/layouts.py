@@ -89,7 +89,6 @@ def _ways(parallel: ParallelConfig) -> dict[str, ParallelConfig]:
 def _judged(
     layout: ParallelLayout, kinds: Sequence[tuple[MoEConfig, int]], runtime: RuntimeConfig, device: Device
 ) -> ParallelLayout:
-    """Returns the layout with its plans, times and sizes."""
     way, machine = layout.parallel, machine_of(device)
     try:
         plans = tuple(make_plan(config, way, runtime, device) for config, _ in kinds)

@@ -134,12 +134,7 @@ def replay(pools, name: str, options: dict | None = None, **more):
 # Of each rank, [sequences, tokens] of each forward of its host, at most two prompts at once. The prompts of the first
 # step are more tokens than any bucket; then all take the bucket of the largest batch, the last rank with a row that
 # holds nothing; then the first rank has another batch, while the others only replay the idle step.
-FORWARDS = [
-    [(2, 4), *[(2, 1)] * 5, (1, 7), *[(1, 1)] * 5],
-    [],
-    [(2, 3), *[(2, 1)] * 5],
-    [(1, 1), *[(2, 1)] * 5],
-]
+FORWARDS = [[(2, 4), *[(2, 1)] * 5, (1, 7), *[(1, 1)] * 5], [], [(2, 3), *[(2, 1)] * 5], [(1, 1), *[(2, 1)] * 5]]
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "deepseek_v3"])

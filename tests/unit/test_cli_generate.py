@@ -322,11 +322,7 @@ def test_a_finished_journal_starts_no_ranks(tiny: Path, tmp_path: Path, monkeypa
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
     ("number", "said", "rounds"),
-    [
-        (signal.SIGINT, "interrupted", 0),
-        (signal.SIGINT, "interrupted", 3),
-        (signal.SIGTERM, "ended by SIGTERM", 3),
-    ],
+    [(signal.SIGINT, "interrupted", 0), (signal.SIGINT, "interrupted", 3), (signal.SIGTERM, "ended by SIGTERM", 3)],
 )
 def test_a_signal_to_all_processes_ends_them_in_two_seconds_with_one_line(
     tiny: Path, tmp_path: Path, number: signal.Signals, said: str, rounds: int

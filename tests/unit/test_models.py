@@ -9,14 +9,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.model_cases import (
-    MODELS,
-    canonical_experts,
-    equal,
-    moe_layers,
-    saved,
-    shard_of,
-)
+from support.cases.model_cases import MODELS, canonical_experts, equal, moe_layers, saved, shard_of
 from support.cases.packed_checkpoints import edit
 
 from eprt.config import ParallelConfig

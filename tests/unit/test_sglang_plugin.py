@@ -179,8 +179,7 @@ def test_arguments_say_who_carries_the_tokens(qwen3: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize(
-    ("flags", "off"),
-    [({}, True), ({"enable_eplb": True}, False), ({"cuda_graph_backend_prefill": "breakable"}, False)],
+    ("flags", "off"), [({}, True), ({"enable_eplb": True}, False), ({"cuda_graph_backend_prefill": "breakable"}, False)]
 )
 def test_defaults_that_are_off_where_eprt_runs_layers(flags: dict[str, Any], off: bool) -> None:
     """Before SGLang resolves its arguments, where graphs of prefill are its default."""

@@ -81,7 +81,6 @@ def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
 
 
 def _hold_places(model: Any, paths: list[str], directory: Path) -> list[str]:
-    """Makes placeholders in the place of a model's MoE blocks."""
     for path in paths:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, Placeholder(directory))

@@ -156,7 +156,6 @@ def _checked_file(config: dict[str, Any], parallel: ParallelConfig, given: str |
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raises ConfigError, UsageError for a model that can't be parallelized."""
     if any(isinstance(module, MoEBlock) for module in model.modules()):
         raise UsageError("the model is parallelized already: load it once more to spread it over another world")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):

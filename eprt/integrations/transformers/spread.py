@@ -325,7 +325,6 @@ def _on_meta(experts: Any, whole: dict[str, Any], num_experts: int) -> Iterator[
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Keeps transformers from showing a bar for each module."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -28,11 +28,7 @@ needs_humming = pytest.mark.skipif(bool(_missing()), reason=f"not installed: {',
 @contextmanager
 def humming_on_cpu() -> Iterator[None]:
     """humming's row of the table, able to run here; put back afterwards, since ranks outlive a test."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        described_h200(folder),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with tempfile.TemporaryDirectory() as folder, described_h200(folder), pytest.MonkeyPatch.context() as patch:
         Launches().install(patch)
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setitem(EXECUTORS, "humming", replace(EXECUTORS["humming"], devices=("cpu",)))

@@ -184,11 +184,7 @@ def bad_expert_output(context, dispatcher, change):
     return told, torch.equal(before, moe(x))
 
 
-OUTPUTS = {
-    "a row too few": lambda y: y[:-1],
-    "another width": lambda y: y[:, 1:],
-    "whole numbers": lambda y: y.int(),
-}
+OUTPUTS = {"a row too few": lambda y: y[:-1], "another width": lambda y: y[:, 1:], "whole numbers": lambda y: y.int()}
 
 
 def built_differently(context, other, **layer):

@@ -64,11 +64,7 @@ def _leave_quietly(world: World) -> None:
     time.sleep(30)
 
 
-FAULTS = {
-    "killed": die,
-    "raises": _raise,
-    "leaves": _leave_quietly,
-}
+FAULTS = {"killed": die, "raises": _raise, "leaves": _leave_quietly}
 
 
 def coordinates(context, attention_tp: int, moe_tp: int) -> tuple[int, ...]:
