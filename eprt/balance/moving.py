@@ -136,11 +136,8 @@ class _Pieces:
 
 
 class _Move:
-    """One rank's part of a rebalance. Nothing of a layer changes before all ranks have staged.
-
-    Raises:
-        UnsupportedError, CapacityError: see `rebalance`.
-    """
+    """One rank's part of a rebalance. Nothing of a layer changes before all ranks have staged. Raises UnsupportedError,
+    CapacityError: see `rebalance`."""
 
     def __init__(
         self,

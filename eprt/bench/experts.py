@@ -372,10 +372,7 @@ def sampled_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatT
 def _times(executor: Executor, flat: FlatTokens) -> dict[str, float | None]:
     """Returns microseconds per call: in a graph of the executor (us), of its library called directly (by_hand_us) and
     of the library's kernels alone (library_us), measured alternately and twice; then the host's time to issue one.
-
-    Raises:
-        EprtError: the direct call computes something else.
-    """
+    Raises EprtError: the direct call computes something else."""
     out = torch.empty_like(flat.hidden.data)
     run: dict[str, Callable[[], object]] = {"us": partial(executor, flat, out)}
     found, kernels = baselines(), getattr(executor, "library_call", None)

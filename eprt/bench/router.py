@@ -35,11 +35,8 @@ SHAPES["deepseek-v4-flash-hash"] = published_layer("DeepSeek-V4-Flash", 0)
 def router_report(
     shapes: Collection[str] = SHAPES, *, tokens: Sequence[int], keep: Callable[[Report], None] = lambda _: None
 ) -> Report:
-    """Measures routers of random weights on this GPU; `keep` sees what was found so far.
-
-    Raises:
-        ConfigError: an unknown shape, or no CUDA device.
-    """
+    """Measures routers of random weights on this GPU; `keep` sees what was found so far. Raises ConfigError: an unknown
+    shape, or no CUDA device."""
     require_shapes(shapes, SHAPES)
     device = cuda_device("router")
     ceilings = Ceilings.measure(device)

@@ -176,11 +176,8 @@ class MatrixReader:
         return found
 
     def common_order(self, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor | None:
-        """Returns the order of columns that all experts of the layer share, or None where they lie in order.
-
-        Raises:
-            CheckpointError: the tensor of a local expert says another order than expert 0's.
-        """
+        """Returns the order of columns that all experts of the layer share, or None where they lie in order. Raises
+        CheckpointError: the tensor of a local expert says another order than expert 0's."""
         if self.orders(parts, extent) is None and (not self.stored.order or self.experts[0] == 0):
             return None
         cols = extent.size[1]

@@ -95,10 +95,7 @@ def decode(matrix: Matrix, parts: int, dtype: torch.dtype = torch.float32) -> to
 
 def encode(format: WeightFormat, dense: torch.Tensor, parts: int) -> Matrix:
     """Makes a canonical matrix in `format` of plain numbers [L, rows, cols]; gate and up get scales of their own.
-
-    Raises:
-        ConfigError: rows don't split into `parts`, cols aren't whole scale blocks, or the format is unknown.
-    """
+    Raises ConfigError: rows don't split into `parts`, cols aren't whole scale blocks, or the format is unknown."""
     _, rows, cols = dense.shape
     if format not in _ENCODERS:
         raise ConfigError(f"weight format {format!r} is unknown")
@@ -155,11 +152,8 @@ def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: to
 
 
 def decode_payload(payload: Payload) -> torch.Tensor:
-    """Returns plain numbers [..., H]: packed formats in bf16, plain ones as they are. No host sync.
-
-    Raises:
-        InputError: `nvfp4` without its global scale, or a scale that doesn't fit (see `Payload.check`).
-    """
+    """Returns plain numbers [..., H]: packed formats in bf16, plain ones as they are. No host sync. Raises InputError:
+    `nvfp4` without its global scale, or a scale that doesn't fit (see `Payload.check`)."""
     payload.check()
     if payload.scale is None:
         return payload.data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from eprt.balance import read_counts, report, weigh, write_counts, zipf
 from eprt.balance.costs import modelled
 from eprt.balance.planner import imbalance, plan_placement, rank_loads
 from eprt.cli import main
-from eprt.config import Activation, MoEConfig, ParallelConfig
+from eprt.config import MAX_EXPERTS, Activation, MoEConfig, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.placement import EMPTY, ExpertLoad, ExpertPlacement
 from eprt.placement.file import PlacementFile
@@ -23,7 +24,7 @@ from eprt.plan.machines import machine_of
 from eprt.plan.model import peaks_us
 from eprt.support import Device
 
-E = jobs.E
+E, FLOOD = jobs.E, "x" * 100_211
 
 
 @pytest.mark.parametrize("slots", [(), (*range(E), 3, 3, 0, 1)], ids=["plain", "replicas"])
@@ -235,10 +236,20 @@ def test_placements_come_back_from_their_file(tmp_path) -> None:
         ({"layers": {"1": [0, 1.0]}}, "layer 1: expected a list"),
         ({"layers": {"1": [0, 0]}}, r"layer 1: experts \[1\] have no slot"),
         ({"layers": {"1": [0, 1, 2, 2]}}, r"layer 1: slots name experts \[2\]"),
+        ({"num_experts": 2**26}, f"num_experts {2**26}: expected at most {MAX_EXPERTS}"),
+        ({"ep_size": 2**40}, "expected at most"),
+        ({"layers": {"9" * 100_211: [0, 1]}}, "expected a layer's number"),
+        ({"layers": {f"\x1b]0;mine\x07{FLOOD}": [0, 1]}}, "expected a layer's number"),
+        ({"num_experts": FLOOD}, "expected a whole number"),
+        ({"layers": {"all": list(range(100_000))}}, r"slots name experts \[2, 3.*99998 of them"),
+        ({"num_experts": 60_000, "layers": {"all": [0, 0]}}, r"experts \[1, 2.*59999 of them"),
+        ({"layers": {"all": [10**30]}}, "an integer of 31 digits"),
+        ({"layers": [[[]] * 700_000]}, "values: expected at most 1000000"),
     ],
 )
 def test_what_is_no_placement_file(tmp_path, changes, says: str) -> None:
-    path = tmp_path / "p.json"
+    """Whatever it holds, the message is short and comes soon."""
+    path, started = tmp_path / "p.json", time.process_time()
     right = {"format": "eprt expert placement", "version": 1, "num_experts": 2, "ep_size": 2, "layers": {"1": [0, 1]}}
     path.write_text(json.dumps(right))
     assert PlacementFile.read(path).layers == {1: (0, 1)}
@@ -246,6 +257,8 @@ def test_what_is_no_placement_file(tmp_path, changes, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as told:
         PlacementFile.read(path)
     assert str(path) in str(told.value)
+    assert len(str(told.value)) < 1000
+    assert time.process_time() - started < 2
 
 
 def test_the_report_says_which_rank_is_hot(tmp_path) -> None:

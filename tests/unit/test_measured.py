@@ -144,6 +144,9 @@ def test_ones_own_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert dispatch() == shipped
 
 
+HOSTILE = ("\x1b]0;mine\x07\x1b[31m", "x" * 100_211)  # what steers a terminal, or floods it
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -154,14 +157,22 @@ def test_ones_own_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (json.dumps(own_rows(hidden="wide")), "table 0: hidden must be a positive integer, is 'wide'"),
         (json.dumps(own_rows(payload=8)), "table 0: payload must be a text"),
         (json.dumps(own_rows(us={"symm": -1})), "table 0: us must hold positive microseconds by backend"),
+        ("[" * 200_000, "about 200000 values|nested 200000 deep"),
+        ("\xff\xfe\x00", "not valid JSON"),
+        (json.dumps([{"kind": []}]), "table 0: kind must be one of"),
+        *((json.dumps([{"kind": "experts", "sm": 90, "source": s, "rows": []}]), "table 0: sm must") for s in HOSTILE),
+        (json.dumps([{"kind": "experts", "sm": 90, "source": "", "rows": [{"hidden": "".join(HOSTILE)}]}]), "table 0"),
     ],
 )
 def test_a_file_of_ones_own_that_is_none_is_an_error(tmp_path: Path, monkeypatch, content: str, complaint: str) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(content)
+    path.write_text(content, encoding="latin1")
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(path))
-    with pytest.raises(ConfigError, match=f"{path}: {complaint}.*; remove it, or measure again with eprt tune"):
+    with pytest.raises(
+        ConfigError, match=f"{path}: ({complaint}).*; remove it, or measure again with eprt tune"
+    ) as told:
         dispatch()
+    assert len(str(told.value)) < 1000
 
 
 def test_the_rows_that_come_with_eprt_keep_the_schema() -> None:
