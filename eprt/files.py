@@ -6,7 +6,12 @@ import os
 import secrets
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from eprt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -35,8 +40,21 @@ def is_strangers_link(path: Path) -> bool:
     return path.is_symlink() and path.lstat().st_uid not in (os.geteuid(), 0)
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Writes a matplotlib figure in the format that the file's name says."""
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty picture, in inches. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'eprt[plot]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path, flag: str = "") -> None:
+    """Writes a picture in the format that the file's name says. Raises ConfigError where it can't be written, which
+    begins with the `flag` that named it."""
     drawn = BytesIO()
-    figure.savefig(drawn, format=path.suffix.removeprefix(".") or None)
-    write_whole(path, drawn.getvalue())
+    try:
+        figure.savefig(drawn, format=path.suffix.removeprefix(".") or None)
+        write_whole(path, drawn.getvalue())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{flag}{path}: {error}") from error

@@ -11,7 +11,7 @@ import torch
 from eprt.balance.counts import gather_load
 from eprt.balance.planner import imbalance, rank_loads
 from eprt.errors import ConfigError
-from eprt.files import save_figure
+from eprt.files import new_figure, save_figure
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.world import World
@@ -73,11 +73,7 @@ class Balance:
 
     def plot(self, path: str | Path) -> None:
         """Draws rows of each rank over the mean, one line per layer. Raises ConfigError if it can't be written."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigError("plots need matplotlib: pip install 'eprt[plot]'") from error
-        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        figure = new_figure(7.2, 4.2)
         axes = figure.add_subplot()
         image = [[load * len(row.loads) / max(sum(row.loads), 1e-9) for load in row.loads] for row in self.layers]
         drawn = axes.imshow(image, aspect="auto", cmap="coolwarm", vmin=0, vmax=max(2.0, *map(max, image)))
@@ -86,10 +82,7 @@ class Balance:
         axes.set_xlabel("expert-parallel rank")
         axes.set_ylabel("layer")
         axes.set_title(f"max/mean {self.mean:.3f} on average, {self.worst.imbalance:.3f} at worst", fontsize=10)
-        try:
-            save_figure(figure, Path(path))
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+        save_figure(figure, Path(path))
 
 
 def report(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from eprt.bench.baselines import MISSING, baselines
+from eprt.bench.baselines import baselines
 from eprt.bench.report import Report, Row, p50_p99, percentile, slowest
 from eprt.bench.timing import first_samples, reason_of, samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
@@ -189,11 +189,6 @@ def _check(dispatcher: Dispatcher, case: DispatchCase, batch: Batch, own: Batch)
     output = transport.scale_experts(sent.tokens, dispatcher.shard, ones, torch.bfloat16)
     returned = dispatcher.combine(output, sent.handle)
     return relative_error(returned, transport.weighted_sums(batch, ones, case.runtime.payload))
-
-
-def dispatch_report(bytes_per_us: float) -> Report:
-    """Returns a report without rows yet, with the rate at which ranks push bytes to each other."""
-    return Report("dispatch", [], {"push_gb_per_s": round(bytes_per_us / 1e3, 2)}, [] if baselines() else [MISSING])
 
 
 def dispatch_rows(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us: float) -> list[Row]:

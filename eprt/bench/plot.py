@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from eprt.bench.report import Report
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS
-from eprt.files import save_figure
+from eprt.files import new_figure, save_figure
 from eprt.layer import PHASES
 from eprt.rounding import ceil_div
 
@@ -33,22 +32,14 @@ def plot(report: Report, path: Path) -> None:
 
     Raises ConfigError if matplotlib is missing, or can't write such a file.
     """
-    figure = draw(report)
-    try:
-        save_figure(figure, path)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
+    save_figure(draw(report), path, "--plot ")
 
 
 def draw(report: Report) -> Figure:
     """Returns the picture, not yet written. Raises ConfigError if matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'eprt[plot]'") from error
     panels = _layer_panels(report) if report.bench == "layer" else _line_panels(report)
     rows, columns = max(1, ceil_div(len(panels), 2)), max(1, min(2, len(panels)))
-    figure = Figure(figsize=(6.4 * columns, 4.2 * rows), layout="constrained")
+    figure = new_figure(6.4 * columns, 4.2 * rows)
     for index, (title, panel) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         axes.set_title(title, fontsize=10)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from eprt.bench.baselines import MISSING, baselines
 from eprt.bench.dispatch import (
     CHECK_TOLERANCE,
     DispatchCase,
-    dispatch_report,
     dispatch_rows,
     measure_dispatch,
     push_rate,
@@ -41,7 +41,8 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
         require_peers(workers, "bench dispatch", "nothing would travel")
         cases = _cases(arguments, workers.device)
         rate = min(workers.run(push_rate))
-        report, rows_of = dispatch_report(rate), partial(dispatch_rows, bytes_per_us=rate)
+        limits, notes = {"push_gb_per_s": round(rate / 1e3, 2)}, [] if baselines() else [MISSING]
+        report, rows_of = Report("dispatch", [], limits, notes), partial(dispatch_rows, bytes_per_us=rate)
         measured(report, cases, measure_dispatch, rows_of, workers, arguments, terminal)
     _say(report, f"{workers}, {arguments.payload}", terminal)
     wrong = [

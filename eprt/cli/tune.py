@@ -63,22 +63,20 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
     title = f"Pairs that are chosen for {arguments.model} on {size} x {device}, at most {most} tokens per rank"
     us = [{"us_before": before[phase][1], "us_now": after[phase][1]} for phase in plans]
     terminal.table(title, CHOICES, [row | times for row, times in zip(rows, us, strict=True)])
-    _say_rows(terminal, sum(len(table["rows"]) for table in tables), cut, arguments.budget_s)
+    terminal.say(
+        f"\n{sum(len(table['rows']) for table in tables)} rows written to {path}; explain and every layer built here "
+        "go by them first. To undo: remove it",
+        *(f"cut: {line}" for line in cut),
+    )
+    if cut:
+        terminal.say(
+            f"measuring may take {arguments.budget_s:g} s (--budget-s); compiled kernels are kept for the next time"
+        )
     terminal.result({"model": str(arguments.model), "path": str(path), "tables": tables, "plans": plans, "cut": cut})
     if arguments.output is not None and terminal.speaks:
         facts = {"seconds": round(time.monotonic() - start, 1), "budget_s": arguments.budget_s}
         Report("tune", rows, facts, cut).write(arguments.output)
     return 0
-
-
-def _say_rows(terminal: Terminal, rows: int, cut: list[str], budget_s: float) -> None:
-    terminal.say(
-        f"\n{rows} rows written to {own_path()}; explain and every layer built here go by them first. "
-        "To undo: remove it",
-        *(f"cut: {line}" for line in cut),
-    )
-    if cut:
-        terminal.say(f"measuring may take {budget_s:g} s (--budget-s); compiled kernels are kept for the next time")
 
 
 def _measure(

@@ -14,7 +14,7 @@ from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import Part
 from eprt.models.formats import ExpertNames, load_experts, load_linear
 from eprt.models.hf_config import expect, flatten, integer, model_dtype, num_layers
-from eprt.models.schemes import Scheme, scheme_of, weight_format
+from eprt.models.schemes import Scheme, scheme_of
 from eprt.models.shards import require_finite
 from eprt.placement import ExpertShard
 from eprt.routing import Router, WeightRounding
@@ -212,7 +212,7 @@ class FieldFamily(ModelFamily):
             activation=self.activation(hf),
             routing=self.routing(hf, layer),
             bias=self.bias,
-            weight_format=weight_format(hf, self.expert_modules(layer)),
+            weight_format=scheme_of(hf, self.expert_modules(layer)).format,
             shared=self.shared_expert(hf),
             weight_on_input=self.weight_on_input,
         )

@@ -92,11 +92,6 @@ def _scheme_of(hf: dict[str, Any], modules: Modules) -> Scheme:
     return DIALECTS[choice(quant, "quant_method", DIALECTS)](hf, quant, modules)
 
 
-def weight_format(hf: dict[str, Any], modules: Modules) -> WeightFormat:
-    """Returns the number format of the routed experts. Raises ConfigError as `scheme_of`."""
-    return scheme_of(hf, modules).format
-
-
 def _plain(hf: dict[str, Any]) -> Scheme:
     return Scheme("f32" if model_dtype(hf) == torch.float32 else "bf16")
 

@@ -45,7 +45,7 @@ class ExpertShard:
 
     def __post_init__(self) -> None:
         in_order = range(self.first_expert, self.end_expert)
-        if not self.experts or _equal(self.experts, in_order):
+        if not self.experts or tuple(self.experts) == tuple(in_order):
             object.__setattr__(self, "experts", in_order)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class ExpertPlacement:
         require_size("num_experts", E, MAX_EXPERTS)
         if not self.slots:
             object.__setattr__(self, "slots", _contiguous(E, ranks))
-        elif _equal(self.slots, range(E)):
+        elif tuple(self.slots) == tuple(range(E)):
             object.__setattr__(self, "slots", range(E))
         if len(self.slots) % ranks:
             raise ConfigError(
@@ -270,10 +270,6 @@ def listed(experts: Sequence[int]) -> str:
     """Returns numbers of experts as a message bears them."""
     text = ", ".join(map(str, experts[:16]))
     return text if len(experts) <= 16 else f"{text}, ... ({len(experts)} of them)"
-
-
-def _equal(slots: tuple[int, ...] | range, in_order: range) -> bool:
-    return len(slots) == len(in_order) and tuple(slots) == tuple(in_order)
 
 
 def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...] | range:

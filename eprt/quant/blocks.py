@@ -109,12 +109,10 @@ def decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (values * decode_e8m0(scales)[..., None]).flatten(-2)
 
 
-def encode_int4(
-    values: torch.Tensor, group: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes [..., C] as (codes u8 [..., C/2], scales `dtype` [..., C/group]), 0 at code 8. C is whole groups."""
+def encode_int4(values: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encodes [..., C] as (codes u8 [..., C/2], scales bf16 [..., C/group]), 0 at code 8. C is whole groups."""
     groups = values.float().unflatten(-1, (values.shape[-1] // group, group))
-    scales = (groups.abs().amax(-1) / (15 - INT4_ZERO)).clamp(min=TINY).to(dtype)
+    scales = (groups.abs().amax(-1) / (15 - INT4_ZERO)).clamp(min=TINY).to(torch.bfloat16)
     codes = (groups / scales.float()[..., None]).round().clamp(-INT4_ZERO, 15 - INT4_ZERO) + INT4_ZERO
     return pack_nibbles(codes.to(torch.uint8).flatten(-2)), scales
 
