@@ -191,6 +191,7 @@ REFUSED = [  # what breaks the folder, what the error says
     *((_pickles_only(f), f, "a pickle", "convert it to") for f in ("pytorch_model.bin", "model.pt", "model.pth")),
     (_nothing, SINGLE, INDEX),
     *((_index({"x": f"{entry}.safetensors"}), "no usable file name") for entry in ("a\0", "a" * 5000)),
+    *((_index({"x": entry}), "leaves the checkpoint's folder") for entry in OUTSIDE),
     (_pickle_in_the_index, "pytorch_model.bin", "expected a .safetensors file"),
     (_link_to_itself, A),
     (_index({"x": A, "y": B, "z": B}), INDEX, "'z'", B, "which lacks it"),

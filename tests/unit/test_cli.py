@@ -32,10 +32,6 @@ def environment(**changes: str) -> dict[str, str]:
     return keep | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
-def eprt(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*EPRT, *words], capture_output=True, text=True, timeout=100, env=environment(**changes))
-
-
 def test_run_reports_for_people(tiny: Path) -> None:
     words = ("run", "--model", tiny, "--world", "2", "--steps", "5")
     done = interpreters.run("-m", "eprt", *words, env=environment())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeC
 from eprt.dispatch.call import Capacity
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, RankLost, UsageError, WorldMismatch
 from eprt.placement import ExpertPlacement
+from eprt.rounding import ceil_div, next_power_of_2, round_up
 from eprt.support import Device, Requirement, version_key
 from eprt.world.agree import fingerprint_of
 
@@ -147,3 +149,12 @@ def test_a_requirement_names_the_fix() -> None:
     assert not old
     assert "is older than 999.0" in old.reason
     assert Requirement("torch", ("torch",), "2.0").check()
+
+
+def test_whole_numbers_are_rounded_up() -> None:
+    for n in range(1, 300):
+        assert next_power_of_2(n) == 2 ** math.ceil(math.log2(n))
+        assert [ceil_div(n, b) for b in (1, 2, 7, 256)] == [math.ceil(n / b) for b in (1, 2, 7, 256)]
+        assert [round_up(n, b) for b in (1, 2, 7)] == [next(m for m in range(n, 400) if m % b == 0) for b in (1, 2, 7)]
+    assert ceil_div(0, 8) == 0
+    assert next_power_of_2((1 << 40) + 1) == 1 << 41
