@@ -68,8 +68,8 @@ class Journal:
         lines.pop()  # cut off, or empty
         for number, line in enumerate(lines):
             row = _object(line)
-            given = json.dumps(row.get("given"))
-            if number >= len(prompts) or given != prompts[number] or not isinstance(row.get("tokens"), list):
+            given = json.dumps(row.get("given")) if isinstance(row.get("tokens"), list) else ""
+            if number >= len(prompts) or given != prompts[number]:
                 raise ConfigError(
                     f"{self._path}:{number + 2} answers no prompt, or another than --prompts has there: {_REMEDY}"
                 )
