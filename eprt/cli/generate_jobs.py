@@ -144,12 +144,15 @@ class _Model:
             layer.close()
 
 
-def _ticker(path: Path | None) -> Callable[..., object]:
+def _ticker(path: Path | None) -> Callable[..., None]:
     """Returns a function that appends a byte to a file at each call, if there is one."""
-    if path is None:
-        return lambda *_: None
-    file = path.open("ab", buffering=0)
-    return lambda *_: file.write(b".")
+    file = None if path is None else path.open("ab", buffering=0)
+
+    def tick(*_: int) -> None:
+        if file is not None:
+            file.write(b".")
+
+    return tick
 
 
 def load_tokenizer(directory: Path) -> Any:

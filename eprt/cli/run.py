@@ -34,8 +34,12 @@ if TYPE_CHECKING:
 
 _SEED = 8128
 # What moves between ranks, under our name and `Traffic`'s.
-MOVED = {"copies_sent": "rows_sent", "copies_received": "rows_received"}
-MOVED |= {name: name for name in ("bytes_sent", "bytes_received")}
+MOVED = {
+    "copies_sent": "rows_sent",
+    "copies_received": "rows_received",
+    "bytes_sent": "bytes_sent",
+    "bytes_received": "bytes_received",
+}
 # Tokens per rank of each step: all rows of the conformance table, idle ranks included.
 TRAFFIC: tuple[tuple[int, ...], ...] = tuple(row for counts in COUNTS for row in counts.calls)
 
