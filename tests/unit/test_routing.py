@@ -123,7 +123,6 @@ def test_no_tokens(name):
 
 
 FALLING, NEAR = [2.0, 1.0, 0.0, -1.0], [0.2, 1.0, -1.0, 0.9]
-SHARES = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
 BY_HAND = [  # logits of one token, routing, correction bias, experts, their weights
     # A correction bias changes the choice and not the weight.
     (FALLING, Routing("grouped_sigmoid"), None, [0], [1.0]),
