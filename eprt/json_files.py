@@ -31,8 +31,12 @@ def shown(value: object) -> str:
 
 
 def parse(raw: bytes | bytearray, where: str, kind: type[CheckpointError | ConfigError] = CheckpointError) -> Any:
-    """Parses JSON. Raises `kind`: naming `where`: not JSON, over a million values, a key twice in one object, an
-    integer beyond 64 bits, NaN or infinity, or nested deeper than 64."""
+    """Parses JSON.
+
+    Raises:
+        `kind`: naming `where`: not JSON, over a million values, a key twice in one object, an integer beyond 64 bits,
+            NaN or infinity, or nested deeper than 64.
+    """
     try:
         _require_few(raw)
         _require_shallow(raw)

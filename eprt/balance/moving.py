@@ -136,8 +136,11 @@ class _Pieces:
 
 
 class _Move:
-    """One rank's part of a rebalance. Nothing of a layer changes before all ranks have staged. Raises UnsupportedError,
-    CapacityError: see `rebalance`."""
+    """One rank's part of a rebalance. Nothing of a layer changes before all ranks have staged.
+
+    Raises:
+        UnsupportedError, CapacityError: see `rebalance`.
+    """
 
     def __init__(
         self,
@@ -196,6 +199,7 @@ class _Move:
 
 
 def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]) -> None:
+    """Raises ConfigError, UsageError."""
     world.require_open()
     if world.current_step is not None:
         raise UsageError(f"rebalance inside step {world.current_step.number}: leave the step first")

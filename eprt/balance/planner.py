@@ -66,6 +66,7 @@ def plan_placement(
 
 
 def _require_sizes(counts: Sequence[int], ranks: int, num_slots: int) -> None:
+    """Raises ConfigError."""
     E = len(counts)
     if E < 1 or any(count < 0 for count in counts):
         raise ConfigError(f"counts of {E} experts, smallest {min(counts, default=0)}: expected [E], none negative")

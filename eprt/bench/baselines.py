@@ -21,8 +21,11 @@ MISSING = f"baselines: not installed; they are benchmarks/baselines of eprt's re
 
 @cache
 def baselines() -> ModuleType | None:
-    """Returns the package `benchmarks/baselines`, or None outside a checkout. Raises ConfigError: EPRT_BASELINES names
-    a folder that isn't a copy of it."""
+    """Returns the package `benchmarks/baselines`, or None outside a checkout.
+
+    Raises:
+        ConfigError: EPRT_BASELINES names a folder that isn't a copy of it.
+    """
     named = os.environ.get(FOLDER)
     folder = Path(named) if named else Path(eprt.__file__).resolve().parents[1] / "benchmarks" / "baselines"
     file = folder / "__init__.py"

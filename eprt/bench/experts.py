@@ -282,6 +282,7 @@ def cuda_device(bench: str) -> torch.device:
 def _bench_executor(
     case: ExpertCase, runtime: RuntimeConfig, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
 ) -> list[Row]:
+    """Returns the rows of one of eprt's executors."""
     config, shard = case.config, case.shard
     weights = random_experts(config, shard.num_local_experts, device, SHAPES[case.shape].group)
     activations = "fp8" if runtime.low_precision_activations else "bf16"
@@ -372,7 +373,10 @@ def sampled_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatT
 def _times(executor: Executor, flat: FlatTokens) -> dict[str, float | None]:
     """Returns microseconds per call: in a graph of the executor (us), of its library called directly (by_hand_us) and
     of the library's kernels alone (library_us), measured alternately and twice; then the host's time to issue one.
-    Raises EprtError: the direct call computes something else."""
+
+    Raises:
+        EprtError: the direct call computes something else.
+    """
     out = torch.empty_like(flat.hidden.data)
     run: dict[str, Callable[[], object]] = {"us": partial(executor, flat, out)}
     found, kernels = baselines(), getattr(executor, "library_call", None)

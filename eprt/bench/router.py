@@ -35,8 +35,11 @@ SHAPES["deepseek-v4-flash-hash"] = published_layer("DeepSeek-V4-Flash", 0)
 def router_report(
     shapes: Collection[str] = SHAPES, *, tokens: Sequence[int], keep: Callable[[Report], None] = lambda _: None
 ) -> Report:
-    """Measures routers of random weights on this GPU; `keep` sees what was found so far. Raises ConfigError: an unknown
-    shape, or no CUDA device."""
+    """Measures routers of random weights on this GPU; `keep` sees what was found so far.
+
+    Raises:
+        ConfigError: an unknown shape, or no CUDA device.
+    """
     require_shapes(shapes, SHAPES)
     device = cuda_device("router")
     ceilings = Ceilings.measure(device)
@@ -58,6 +61,7 @@ def _routers(config: MoEConfig, device: torch.device) -> list[Router]:
 
 
 def _rows(name: str, routers: list[Router], T: int, ceilings: Ceilings) -> list[Row]:
+    """Returns one row for the kernels and one for torch."""
     E, H = routers[0].weight.shape
     device = routers[0].weight.device
     generator = torch.Generator(device).manual_seed(T)

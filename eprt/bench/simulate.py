@@ -53,8 +53,11 @@ class SimulatedWorld:
 
 
 def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> Iterator[Row | str]:
-    """Yields rows of one world at `tokens` per rank, one per dispatcher, or a text with the reason why not. Raises
-    ConfigError: a routing that can't be read, or slots that can't be planned."""
+    """Yields rows of one world at `tokens` per rank, one per dispatcher, or a text with the reason why not.
+
+    Raises:
+        ConfigError: a routing that can't be read, or slots that can't be planned.
+    """
     config, parallel = world.config, world.parallel
     layers = read_routing(world.routing, config.num_experts, config.top_k)
     demands = [_demand(world, layer, tokens) for layer in layers]

@@ -224,6 +224,7 @@ def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE]) -> None:
 
 
 def _idle(layers: list[ExpertParallelMoE]) -> None:
+    """Runs the step of a rank without requests."""
     for layer in layers:
         layer(torch.empty(0, layer.config.input_size, dtype=torch.bfloat16, device=layer.world.device))
 

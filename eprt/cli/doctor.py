@@ -136,8 +136,11 @@ class FaultReport:
         return [result for _, result in self._found]
 
     def resume(self) -> None:
-        """Takes over what the file has. Trials that didn't take place are to be run again. Raises ConfigError: it isn't
-        such a file, or of other devices or another number of ranks."""
+        """Takes over what the file has. Trials that didn't take place are to be run again.
+
+        Raises:
+            ConfigError: it isn't such a file, or of other devices or another number of ranks.
+        """
         path = self._output
         if path is None or not path.exists():
             return

@@ -183,7 +183,10 @@ def curves(
 
 
 def _plot(config: MoEConfig, arguments: Explain, device: Device, path: Path) -> None:
-    """Draws the time of a layer over tokens per rank, one line for each possible pair."""
+    """Draws the time of a layer over tokens per rank, one line for each possible pair.
+
+    Raises ConfigError where nothing is known of any pair's time, or as `eprt.bench.plot.plot`.
+    """
     from eprt.bench.plot import plot
     from eprt.bench.report import Report
 

@@ -102,6 +102,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def _prompt(line: bytes, where: str) -> Prompt:
+    """Returns the prompt in a line. Raises InputError."""
     try:
         value = json.loads(line.decode(), parse_constant=_no_number, parse_float=_finite)
         found: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}

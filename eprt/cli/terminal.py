@@ -239,6 +239,8 @@ def stdout_of_our_own() -> Iterator[None]:
 
 
 class _Harmless(logging.Formatter):
+    """Formats records whose words may come from a file or a peer."""
+
     def format(self, record: logging.LogRecord) -> str:
         return harmless(super().format(record))
 

@@ -19,7 +19,7 @@ from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.fields import WHOLE_ROW, Field, Part, Stored, stored_as
+from eprt.models.fields import WHOLE_ROW, Claim, Field, Part, Stored, stored_as
 from eprt.models.hf_config import flatten
 from eprt.models.schemes import Scheme, scheme_of
 from eprt.models.shards import Index
@@ -176,8 +176,11 @@ class MatrixReader:
         return found
 
     def common_order(self, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor | None:
-        """Returns the order of columns that all experts of the layer share, or None where they lie in order. Raises
-        CheckpointError: the tensor of a local expert says another order than expert 0's."""
+        """Returns the order of columns that all experts of the layer share, or None where they lie in order.
+
+        Raises:
+            CheckpointError: the tensor of a local expert says another order than expert 0's.
+        """
         if self.orders(parts, extent) is None and (not self.stored.order or self.experts[0] == 0):
             return None
         cols = extent.size[1]
@@ -210,11 +213,7 @@ class MatrixReader:
                 places = self.locate(expert, part, self.stored.fields[0])
                 for claim in self.stored.claims:
                     names = [place.name.rpartition(".")[0] + f".{claim.suffix}" for place in places if not place.lead]
-                    if claim.optional and not any(name in self.checkpoint for name in names):
-                        continue
-                    name = self.checkpoint.first(*names)
-                    values = self.checkpoint.read(name, shape=claim.shape(*extent.size), dtypes=claim.dtypes)
-                    claim.require(values, self.checkpoint.where(name), extent.size)
+                    check_claim(self.checkpoint, claim, names, extent.size)
 
     def _exists(self, field: Field, parts: tuple[Part, ...]) -> bool:
         places = (place for e in range(self.num_experts) for part in parts for place in self.locate(e, part, field))
@@ -325,6 +324,15 @@ def _sort_rows(matrix: Int4, orders: torch.Tensor, parts: int) -> None:
             of_expert.copy_(of_expert[:, order])
 
 
+def check_claim(checkpoint: Checkpoint, claim: Claim, names: list[str], size: tuple[int, int]) -> None:
+    """Reads the first of `names` that is there, whole. Raises CheckpointError unless it says what the claim asks."""
+    if claim.optional and not any(name in checkpoint for name in names):
+        return
+    name = checkpoint.first(*names)
+    values = checkpoint.read(name, shape=claim.shape(*size), dtypes=claim.dtypes)
+    claim.require(values, checkpoint.where(name), size)
+
+
 def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, cols: int) -> torch.Tensor:
     """Reads a dense layer's weight [rows, cols] in bf16 or f32, decoded to bf16 if it is packed.
 
@@ -357,6 +365,7 @@ def _scheme_of_linear(checkpoint: Checkpoint, module: str) -> Scheme:
 
 
 def _format_of(checkpoint: Checkpoint, module: str) -> WeightFormat:
+    """Tells the number format of a layer by its own tensors. Raises CheckpointError."""
     name = checkpoint.first(f"{module}.weight")
     dtype = checkpoint.manifest[name].dtype
     suffixes = ("weight_scale", "weight_scale_2", "weight_scale_inv", "scale")

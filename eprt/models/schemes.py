@@ -278,7 +278,10 @@ def _said(scheme: Scheme) -> str:
 
 def _matches(names: Iterable[str], listed: list[str], where: str) -> bool:
     """Tells whether a list names one of `names`, as compressed-tensors does: whole, or by `re:` and a regular
-    expression that fits its beginning. Raises ConfigError: an expression that isn't one, or whose time could explode.
+    expression that fits its beginning.
+
+    Raises:
+        ConfigError: an expression that isn't one, or whose time could explode.
     """
     names = tuple(names)
     if not set(names).isdisjoint(listed):

@@ -88,6 +88,7 @@ class PlacementFile:
 
 
 def _parsed(value: Any) -> PlacementFile:
+    """Raises ConfigError."""
     if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("version") != VERSION:
         raise ConfigError(f"no placement file: expected an object with format {FORMAT!r}, version {VERSION}")
     sizes: list[int] = []

@@ -34,7 +34,13 @@ __all__ = ["decode", "decode_payload", "encode", "encode_payload"]
 
 def _encode_nvfp4(split: torch.Tensor) -> Nvfp4:
     global_scale = blocks.nvfp4_global_scale(split.abs().amax((-2, -1)))
-    return Nvfp4(*_join(*blocks.encode_nvfp4(split, global_scale[:, :, None, None]), global_scale))
+    codes, scales = _join(*blocks.encode_nvfp4(split, global_scale[:, :, None, None]))
+    return Nvfp4(codes, scales, global_scale)
+
+
+def _encode_fp8_tensor(split: torch.Tensor) -> Fp8Tensor:
+    data, scale = blocks.encode_fp8_tensor(split)
+    return Fp8Tensor(data.flatten(1, 2), scale)
 
 
 def _encode_int4(split: torch.Tensor) -> Int4:
@@ -45,6 +51,10 @@ def _encode_int4(split: torch.Tensor) -> Int4:
 def _decode_nvfp4(matrix: Nvfp4, parts: int) -> torch.Tensor:
     codes, scales = _split(matrix.codes, parts), _split(matrix.scales, parts)
     return blocks.decode_nvfp4(codes, scales, matrix.global_scale[:, :, None, None]).flatten(1, 2)
+
+
+def _decode_fp8_tensor(matrix: Fp8Tensor, parts: int) -> torch.Tensor:
+    return (_split(matrix.data, parts).float() * matrix.scale[:, :, None, None]).flatten(1, 2)
 
 
 def _decode_fp8_block(matrix: Fp8Block, parts: int) -> torch.Tensor:
@@ -59,7 +69,7 @@ _ENCODERS: dict[WeightFormat, tuple[type[Matrix], Callable[[torch.Tensor], Matri
     "mxfp4": (Mxfp4, lambda split: Mxfp4(*_join(*blocks.encode_mxfp4(split)))),
     "mxfp8": (Mxfp8, lambda split: Mxfp8(*_join(*blocks.encode_mxfp8(split)))),
     "nvfp4": (Nvfp4, _encode_nvfp4),
-    "fp8_tensor": (Fp8Tensor, lambda split: Fp8Tensor(*_join(*blocks.encode_fp8_tensor(split)))),
+    "fp8_tensor": (Fp8Tensor, _encode_fp8_tensor),
     "fp8_block": (Fp8Block, lambda split: Fp8Block(*_join(*blocks.encode_fp8_block(split)))),
     "fp8_channel": (Fp8Channel, lambda split: Fp8Channel(*_join(*blocks.encode_fp8_channel(split)))),
     "int4": (Int4, _encode_int4),
@@ -70,7 +80,7 @@ _DECODERS: dict[type[Matrix], Callable[[Any, int], torch.Tensor]] = {
     Mxfp4: lambda matrix, _: blocks.decode_mxfp4(matrix.codes, matrix.scales),
     Mxfp8: lambda matrix, _: blocks.decode_mxfp8(matrix.data, matrix.scales),
     Nvfp4: _decode_nvfp4,
-    Fp8Tensor: lambda matrix, n: (_split(matrix.data, n).float() * matrix.scale[:, :, None, None]).flatten(1, 2),
+    Fp8Tensor: _decode_fp8_tensor,
     Fp8Block: _decode_fp8_block,
     Fp8Channel: lambda matrix, _: matrix.data.float() * matrix.scale[:, :, None],
     Int4: lambda matrix, _: blocks.decode_int4(matrix.codes, matrix.scales, matrix.zeros),
@@ -95,7 +105,10 @@ def decode(matrix: Matrix, parts: int, dtype: torch.dtype = torch.float32) -> to
 
 def encode(format: WeightFormat, dense: torch.Tensor, parts: int) -> Matrix:
     """Makes a canonical matrix in `format` of plain numbers [L, rows, cols]; gate and up get scales of their own.
-    Raises ConfigError: rows don't split into `parts`, cols aren't whole scale blocks, or the format is unknown."""
+
+    Raises:
+        ConfigError: rows don't split into `parts`, cols aren't whole scale blocks, or the format is unknown.
+    """
     _, rows, cols = dense.shape
     if format not in _ENCODERS:
         raise ConfigError(f"weight format {format!r} is unknown")
@@ -113,8 +126,8 @@ def _split(tensor: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _join(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Undoes `_split` for each tensor; one number of each part [L, parts] stays."""
-    return [tensor.flatten(1, 2) if tensor.dim() > 2 else tensor for tensor in tensors]
+    """Undoes `_split` for each tensor."""
+    return [tensor.flatten(1, 2) for tensor in tensors]
 
 
 def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: torch.Tensor | None = None) -> Payload:
@@ -152,8 +165,11 @@ def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: to
 
 
 def decode_payload(payload: Payload) -> torch.Tensor:
-    """Returns plain numbers [..., H]: packed formats in bf16, plain ones as they are. No host sync. Raises InputError:
-    `nvfp4` without its global scale, or a scale that doesn't fit (see `Payload.check`)."""
+    """Returns plain numbers [..., H]: packed formats in bf16, plain ones as they are. No host sync.
+
+    Raises:
+        InputError: `nvfp4` without its global scale, or a scale that doesn't fit (see `Payload.check`).
+    """
     payload.check()
     if payload.scale is None:
         return payload.data

@@ -183,8 +183,11 @@ class ForwardAgreement:
             step.__exit__(None if error is None else type(error), error, None)
 
     def tell(self, error: Exception) -> None:
-        """Lets the others raise `error` at their next forward, unless all know of it. Raises EprtError: `error` is one:
-        the same again, in the words that all ranks have."""
+        """Lets the others raise `error` at their next forward, unless all know of it.
+
+        Raises:
+            EprtError: `error` is one: the same again, in the words that all ranks have.
+        """
         self.end(error)
         known = isinstance(error, RankLost) or (isinstance(error, EprtError) and error.shared)
         if known or self.world.closed:
