@@ -22,7 +22,7 @@ from eprt.integrations.engine import version_warning
 
 __all__ = ["TESTED", "check_version", "register"]
 
-TESTED = ("0.26.0", "0.32.0")  # tests and measurements ran on these
+TESTED = ("0.26.0", "0.32.0", "0.33.0")  # tests and measurements ran on these
 OLDEST, BELOW = "0.26", "0.34"
 
 
