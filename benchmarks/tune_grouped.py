@@ -172,11 +172,13 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
     for m, tail in [(height, tail) for height in heights for tail in TAILS[executor._pair].get(height, (0,))]:
         _, source, work = sort_and_schedule(ids, 0, L, RowTiles(m, tail))
         between = outs[0][:, : gemms[1].matrix.cols]
-        second = quantize_rows(between, work, gemms[1]) if executor._pair in FP8_PAIRS else Rows(between)
-        reads = executor._rows(Payload.plain(hidden), work, source), second
         for index, gemm in enumerate(gemms):
+            if index == 0:
+                reads = executor._rows(Payload.plain(hidden), work, source)
+            else:  # what the first GEMM has written by now
+                reads = quantize_rows(between, work, gemm) if executor._pair in FP8_PAIRS else Rows(between)
             for tile in tiles(executor._pair, m, tail, tma=index == 1):
-                us = time_tile(gemm, reads[index], work, tile, outs[index][:, : gemm.width])
+                us = time_tile(gemm, reads, work, tile, outs[index][:, : gemm.width])
                 rows.append({"tokens": tokens, "m": m, "tail": tail, "gemm": index, "tile": asdict(tile), "us": us})
                 what = f"{tokens} tokens, m {m} + {tail}, gemm {index}, {tuple(asdict(tile).values())}"
                 sys.stdout.write(f"{what}: {us}\n")

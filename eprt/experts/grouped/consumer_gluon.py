@@ -18,14 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from eprt.experts.activation_triton import activated
+from eprt.experts.grouped.epilogue_gluon import finish, finish_tokens
 from eprt.experts.grouped.four_bit import ROW_PAIRS, UNIT
-from eprt.experts.grouped.four_bit_triton import pair_scales, pairs_of, settled
-from eprt.experts.grouped.gemm_triton import halves
+from eprt.experts.grouped.four_bit_triton import pair_scales, pairs_of
 from eprt.experts.grouped.mxfp4_e4m3_triton import e4m3_of, e4m3_words, row_fields
 from eprt.experts.grouped.pipeline_gluon import (
     advance,
-    barrier,
     by_height,
     first_of,
     in_blocks,
@@ -33,10 +31,9 @@ from eprt.experts.grouped.pipeline_gluon import (
     reinterpreted,
 )
 from eprt.experts.grouped.weights import INTERLEAVE
-from eprt.weights import FP8_BLOCK
 
 _UNIT = gl.constexpr(UNIT)
-_INTERLEAVE, _FP8_BLOCK = gl.constexpr(INTERLEAVE), gl.constexpr(FP8_BLOCK)
+_INTERLEAVE = gl.constexpr(INTERLEAVE)
 _LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ROW_PAIRS = gl.constexpr(ROW_PAIRS)
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -56,65 +53,6 @@ def _fragment_layout(tokens, depth):
     """Returns the register layout of the left operand, 32 bits of neighbouring columns after each other; it is the same
     for any number of tokens."""
     return gl.DotOperandLayout(0, _product_layout(tokens, depth), depth // 8)
-
-
-# ---- epilogue --------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _finish(total, staging, target, expert, row, end, first, C: gl.constexpr):
-    """Stores weight rows from `first` on of the tokens from `row` on, as many at a time as `staging` holds."""
-    rows: gl.constexpr = total.shape[0]
-    tokens: gl.constexpr = total.shape[1]
-    if tokens > staging.shape[0]:
-        # A thread has some of both.
-        low, high = gl.split(gl.permute(gl.reshape(total, (rows, 2, tokens // 2)), (0, 2, 1)))
-        _finish(low, staging, target, expert, row, end, first, C)
-        _finish(high, staging, target, expert, row + tokens // 2, end, first, C)
-    else:
-        _finish_part(total, first_of(staging, tokens), target, expert, row, end, first, C)
-
-
-@gluon.jit
-def _finish_part(total, staging, target, expert, row, end, first, C: gl.constexpr):
-    """Applies row factors, bias and activation; stores through `staging` [tokens, columns], 16 bytes per thread."""
-    parts: gl.constexpr = 2 if C.GATED else 1
-    width: gl.constexpr = C.N // parts
-    source, x_scale, _, w_factor, bias, out, out_stride, out_skip = target
-    if C.FP8 and not C.SCALED:
-        m = row + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
-        read = m if source is None else gl.load(source + m, mask=m < end, other=0)
-        total *= gl.load(x_scale + read, mask=m < end, other=0.0)[None, :]
-    if C.GATED:
-        gate, up = halves(total, True)
-    else:
-        gate, up = total, total
-    height: gl.constexpr = gate.shape[0]
-    n = first // parts + gl.arange(0, height, gl.SliceLayout(1, gate.type.layout))
-    there = n < width
-    if w_factor is not None:
-        factor = w_factor + expert * C.N + n
-        gate *= gl.load(factor, mask=there, other=0.0)[:, None]
-        if C.GATED:
-            up *= gl.load(factor + width, mask=there, other=0.0)[:, None]
-    if bias is not None:
-        own = bias + expert * C.N + n
-        gate += gl.load(own, mask=there, other=0.0)[:, None]
-        if C.GATED:
-            up += gl.load(own + width, mask=there, other=0.0)[:, None]
-    if C.FIRST:
-        gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT)
-    staging.permute((1, 0)).store(gate.to(out.dtype.element_ty))
-    barrier()
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // height, height // 8], [4, 1], [1, 0])
-    value = staging.load(STORE)
-    n = first // parts + gl.arange(0, height, gl.SliceLayout(0, STORE))
-    m = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, STORE))
-    begin = m.to(gl.int64) * out_stride + expert.to(gl.int64) * out_skip
-    there = (m < end)[:, None] & (n < width)[None, :]
-    # The weighted sum reads the results next: they stay in L2, which weights, read once, would fill.
-    KEPT: gl.constexpr = "" if C.FIRST else "evict_last"
-    gl.store(out + (begin[:, None] + n[None, :]), value, mask=there, eviction_policy=KEPT)
 
 
 # ---- the left operand ------------------------------------------------------------------------------------------------
@@ -250,85 +188,143 @@ def _tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexp
         total, tail = _done(total, tail, held, others_held, C.FOUR_BIT, TAIL)
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = advance(stage, phase, C.STAGES)
-    _finish(total, staging, target, expert, row, end, first, C)
+    finish(total, staging, target, expert, row, end, first, C)
     if TAIL > 0:
-        _finish(tail, staging, target, expert, row + TOKENS, end, first, C)
+        finish(tail, staging, target, expert, row + TOKENS, end, first, C)
     return stage, phase, order_phase
 
 
 # ---- FP8 with a scale per 128 columns ------------------------------------------------------------------------------
 
 
+@gluon.constexpr_function
+def _columns_layout(columns):
+    """Returns the layout of an accumulator of 64 tokens x `columns` weight rows, seen as [64, columns // 16, 2, 8]:
+    gate and up take turns by 8."""
+    sixteens = [[0, count, 0, 0] for count in (1, 2, 4, 8) if count * 16 < columns]
+    lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    registers = [[0, 0, 0, 1], [8, 0, 0, 0], [0, 0, 1, 0], *sixteens]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0, 0], [32, 0, 0, 0]], [], [64, columns // 16, 2, 8])
+
+
+@gluon.constexpr_function
+def _rows_layout():
+    """Returns the layout of an accumulator's 64 weight rows, seen as [4, 2, 8]."""
+    lanes = [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    return gl.DistributedLinearLayout([[0, 1, 0]], lanes, [[1, 0, 0], [2, 0, 0]], [], [4, 2, 8])
+
+
 @gluon.jit
-def _block_scales(w_scale, expert, first, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns a pointer to the first scale of the 64 weight rows from `first` on; to each row's, where gate and up rows
-    take turns."""
-    parts: gl.constexpr = 2 if C.GATED else 1
-    blocks: gl.constexpr = (C.N // parts + _FP8_BLOCK - 1) // _FP8_BLOCK
-    block = gl.minimum(first // parts // _FP8_BLOCK, blocks - 1)
+def _promote(tokens, weights, scales, factors, total, C: gl.constexpr):
+    """Adds one part's product, 64 tokens x the tile's weight rows, to `total` after its scales: `scales` of tokens,
+    `factors` of gate and up, or of all weight rows. A thread has two tokens, so it reads two scales."""
+    LAYOUT: gl.constexpr = total.type.layout
+    product = warpgroup_mma(tokens, weights.permute((1, 0)), total, use_acc=False, is_async=True)
     if C.GATED:
-        part = gl.arange(0, _UNIT, gl.SliceLayout(1, LAYOUT)) // _INTERLEAVE % 2
-        scale = w_scale + ((expert * 2 + part) * blocks + block) * C.NUM_K
+        COLUMNS: gl.constexpr = total.shape[1]
+        PARTS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _columns_layout(COLUMNS)))
+        token, factor = scales.load(gl.SliceLayout(1, PARTS)), factors.load(gl.SliceLayout(0, PARTS))
+        scale = gl.expand_dims(gl.expand_dims(token[:, None] * factor[None, :], 1), 3)
+        scale = gl.reshape(scale.broadcast_to((_UNIT, COLUMNS // 16, 2, _INTERLEAVE)), (_UNIT, COLUMNS))
+        scale = gl.convert_layout(scale, LAYOUT, assert_trivial=True)
     else:
-        scale = w_scale + (expert * blocks + block) * C.NUM_K
-    return scale
+        token, factor = scales.load(gl.SliceLayout(1, LAYOUT)), factors.load(gl.SliceLayout(0, LAYOUT))
+        scale = token[:, None] * factor[None, :]
+    product = warpgroup_mma_wait(0, [product])
+    return total + product * scale
 
 
 @gluon.jit
-def _promote(weights, tokens, scales, factor, total, C: gl.constexpr):
-    """Adds one part's product to `total`, after its scales: `scales` of tokens, `factor` of weight rows or of all."""
+def _promote_few(weights, tokens, scales, factors, total, C: gl.constexpr):
+    """Does as `_promote` with this consumer's 64 weight rows x fewer tokens."""
+    LAYOUT: gl.constexpr = total.type.layout
     product = warpgroup_mma(weights, tokens.permute((1, 0)), total, use_acc=False, is_async=True)
-    product = warpgroup_mma_wait(0, [product])
-    token = scales.load(gl.SliceLayout(0, total.type.layout))
     if C.GATED:
-        total += product * (token[None, :] * factor[:, None])
-    else:  # settled before the next product begins: otherwise ptxas keeps both, and has no registers for a tail's
-        total = settled(total + product * (token * factor)[None, :])
-    return total
+        parts = factors.load(gl.SliceLayout(0, gl.SliceLayout(2, _rows_layout())))
+        rows = gl.expand_dims(gl.expand_dims(parts, 0), 2).broadcast_to((4, 2, _INTERLEAVE))
+        factor = gl.convert_layout(gl.reshape(rows, (_UNIT,)), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    else:
+        factor = factors.load(gl.SliceLayout(1, LAYOUT))
+    token = scales.load(gl.SliceLayout(0, LAYOUT))
+    product = warpgroup_mma_wait(0, [product])
+    return total + product * (token[None, :] * factor[:, None])
 
 
 @gluon.jit
 def _scaled_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr):
-    """Does as `_tile`. Tensor cores sum 128 columns of up to 128 tokens, which are then scaled and added in float32
-    while the other consumer's products go on."""
-    WIDE: gl.constexpr = 128 if TOKENS > 128 else TOKENS
-    PIECES: gl.constexpr = C.BLOCK_M // WIDE
-    LAYOUT: gl.constexpr = _product_layout(WIDE, 32)
+    """Does as `_tile`. Tensor cores sum 128 columns, which are then scaled and added in float32 while the other
+    consumer's products go on."""
+    gl.static_assert(TOKENS <= 128)
+    if TOKENS > _UNIT:
+        state = _scaled_by_tokens(fixed, state, C, TAIL)
+    else:
+        state = _scaled_by_rows(fixed, state, C, TOKENS, TAIL)
+    return state
+
+
+@gluon.jit
+def _scaled_by_tokens(fixed, state, C: gl.constexpr, TAIL: gl.constexpr):
+    """Computes a tile of 128 tokens: a consumer has 64 of them, by all weight rows; a tail's tokens it has all, by half
+    of the weight rows."""
+    COLUMNS: gl.constexpr = C.BLOCK_N
     SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
-    NARROW: gl.constexpr = _product_layout(SHORT, 32)
     stages, _, staging, target, where, WHICH = fixed
     expert, row, end, first = where
     stage, phase, order_phase = state
-    low = gl.zeros((_UNIT, WIDE), gl.float32, LAYOUT)
-    high = low
-    tail = gl.zeros((_UNIT, SHORT), gl.float32, NARROW)
-    scale = _block_scales(target[2], expert, first, C, LAYOUT)
-    factor = gl.load(scale)
-    tokens = in_blocks(stages.x, C.STAGES * PIECES, WIDE, C)
-    token_scales = reinterpreted(stages.x_scale, gl.float32, [C.STAGES * PIECES, WIDE], _LINE)
-    for index in range(C.NUM_K):
+    total = gl.zeros((_UNIT, COLUMNS), gl.float32, _product_layout(COLUMNS, 32))
+    tail = gl.zeros((_UNIT, SHORT), gl.float32, _product_layout(SHORT, 32))
+    tokens = in_blocks(stages.x, 2 * C.STAGES, _UNIT, C)
+    scales = reinterpreted(stages.x_scale, gl.float32, [2 * C.STAGES, _UNIT], _LINE)
+    for _ in range(C.NUM_K):
         mbarrier.wait(stages.full.index(stage), phase)
         if not C.X_TMA:
             fence_async_shared()  # what threads have copied, for the tensor cores
-        following = gl.load(scale + gl.minimum(index + 1, C.NUM_K - 1))
-        weights = _weights(stages, stage, 0, WHICH, C, LAYOUT)[0]
-        at = stage * PIECES
-        low = _promote(weights, tokens.index(at), token_scales.index(at), factor, low, C)
-        if TOKENS > WIDE:
-            more, scales = tokens.index(at + 1), token_scales.index(at + 1)
-            high = _promote(weights, more, scales, factor, high, C)
+        half, factors = 2 * stage + WHICH, stages.w_scale.index(stage)
+        total = _promote(tokens.index(half), stages.w.index(stage), scales.index(half), factors, total, C)
         if TAIL > 0:
-            near = gl.convert_layout(factor, gl.SliceLayout(1, NARROW), assert_trivial=True) if C.GATED else factor
-            rest = stages.tail.index(stage)
-            tail = _promote(weights, rest, stages.tail_scale.index(stage), near, tail, C)
+            rows, rest = _weights(stages, stage, 0, WHICH, C, _product_layout(SHORT, 32))[0], stages.tail.index(stage)
+            tail = _promote_few(rows, rest, stages.tail_scale.index(stage), factors, tail, C)
         mbarrier.arrive(stages.empty.index(stage))
-        factor = following
         stage, phase = advance(stage, phase, C.STAGES)
-    _finish(low, staging, target, expert, row, end, first, C)
-    if TOKENS > WIDE:
-        _finish(high, staging, target, expert, row + WIDE, end, first, C)
+    finish_tokens(total, _as_tokens(staging), target, expert, row + WHICH * _UNIT, end, first - WHICH * _UNIT, C)
     if TAIL > 0:
-        _finish(tail, staging, target, expert, row + TOKENS, end, first, C)
+        finish(tail, staging, target, expert, row + 2 * _UNIT, end, first, C)
+    return stage, phase, order_phase
+
+
+@gluon.jit
+def _as_tokens(staging):
+    """Returns the same staging buffer as rows of 64 tokens."""
+    DTYPE: gl.constexpr = staging.dtype
+    COLUMNS: gl.constexpr = staging.shape[0] * staging.shape[1] // _UNIT
+    WIDTH: gl.constexpr = DTYPE.primitive_bitwidth
+    return reinterpreted(staging, DTYPE, [_UNIT, COLUMNS], gl.NVMMASharedLayout(64, WIDTH, 2))
+
+
+@gluon.jit
+def _scaled_by_rows(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr):
+    """A consumer has half of the weight rows, by all tokens."""
+    LAYOUT: gl.constexpr = _product_layout(TOKENS, 32)
+    SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
+    stages, _, staging, target, where, WHICH = fixed
+    expert, row, end, first = where
+    stage, phase, order_phase = state
+    total = gl.zeros((_UNIT, TOKENS), gl.float32, LAYOUT)
+    tail = gl.zeros((_UNIT, SHORT), gl.float32, _product_layout(SHORT, 32))
+    for _ in range(C.NUM_K):
+        mbarrier.wait(stages.full.index(stage), phase)
+        if not C.X_TMA:
+            fence_async_shared()  # what threads have copied, for the tensor cores
+        weights, factors = _weights(stages, stage, 0, WHICH, C, LAYOUT)[0], stages.w_scale.index(stage)
+        tokens, scales = first_of(stages.x.index(stage), TOKENS), first_of(stages.x_scale.index(stage), TOKENS)
+        total = _promote_few(weights, tokens, scales, factors, total, C)
+        if TAIL > 0:
+            tail = _promote_few(weights, stages.tail.index(stage), stages.tail_scale.index(stage), factors, tail, C)
+        mbarrier.arrive(stages.empty.index(stage))
+        stage, phase = advance(stage, phase, C.STAGES)
+    finish(total, staging, target, expert, row, end, first, C)
+    if TAIL > 0:
+        finish(tail, staging, target, expert, row + TOKENS, end, first, C)
     return stage, phase, order_phase
 
 

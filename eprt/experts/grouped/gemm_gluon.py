@@ -17,13 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from eprt.experts.grouped.constants_gluon import SCALES, SHARED, SHARED_8, UNITS
 from eprt.experts.grouped.consumer_gluon import consume
 from eprt.experts.grouped.pipeline_gluon import (
-    SCALES,
-    SHARED,
-    SHARED_8,
     TILE_INFO,
-    UNITS,
     Pipeline,
     arrivals,
     barrier,
@@ -41,10 +38,10 @@ def grouped_gemm_warp_specialized(
     """Takes the arguments of `gemm_triton.grouped_gemm` under the same names, and these:
 
     x_tiles, tail_tiles: TMA descriptors of x [rows, K], in blocks [C.LEAST, C.PART_K] and [C.TAIL, C.PART_K], or None.
-    w, w_scale: TMA descriptors of one stage's weights and scales (`pipeline_gluon.weight_blocks`, `scale_blocks`); of
+    w, w_scale: TMA descriptors of one stage's weights and scales (`constants_gluon.weight_blocks`, `scale_blocks`); of
         bf16 and FP8, of blocks [C.BLOCK_N, C.PART_K]; scales are then a pointer, or None.
     tile_counter: int32 [1], counts the tiles that programs claim beyond their first. Zero before and after.
-    C: `pipeline_gluon.KernelConstants`.
+    C: `constants_gluon.KernelConstants`.
     """
     STAGES: gl.constexpr = C.STAGES
     DTYPE: gl.constexpr = x.dtype.element_ty
@@ -63,6 +60,7 @@ def grouped_gemm_warp_specialized(
     x_scales, tail_scales = x_buffer, x_buffer
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if C.SCALED:
+        scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 2 if C.GATED else 1], LINE)
         x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, C.BLOCK_M], LINE)
         if C.TAIL > 0:
             tail_scales = gl.allocate_shared_memory(gl.float32, [STAGES, C.TAIL], LINE)
@@ -88,10 +86,7 @@ def grouped_gemm_warp_specialized(
     pdl_wait(C.LAUNCH_DEPENDENTS)
     barrier()
     stages = Pipeline(w_buffer, scale_buffer, x_buffer, tail_buffer, x_scales, tail_scales, full, empty, tile_info)
-    if C.FOUR_BIT:  # its scales come with the weights
-        target = source, x_scale, None, w_factor, bias, out, out_stride, out_skip
-    else:
-        target = source, x_scale, w_scale, w_factor, bias, out, out_stride, out_skip
+    target = source, x_scale, w_factor, bias, out, out_stride, out_skip
     read = x, x_tiles, tail_tiles, source, x_scale, w, w_scale, x_stride, x_skip
     tiles = entries, num_entries, tile_counter
     own = target, staging, stages, order

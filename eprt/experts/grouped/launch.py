@@ -139,7 +139,7 @@ class Gemm:
         if not tile.warp_specialized:
             tokens = TensorDescriptor.from_tensor(data, [schedule.m, tile.k]) if x_tma else None
             return data, tokens, rows.source, rows.scale, *common
-        from eprt.experts.grouped.pipeline_gluon import row_blocks
+        from eprt.experts.grouped.constants_gluon import row_blocks
 
         tokens = row_blocks(data, schedule.m >> tile.halvings) if x_tma else None
         tail = row_blocks(data, schedule.tail) if x_tma and schedule.tail else None
@@ -149,8 +149,8 @@ class Gemm:
         """Compiles the tile's kernel for arguments like these."""
         kernel, kind, options = grouped_gemm, GemmConstants, self._options(tile)
         if tile.warp_specialized:
+            from eprt.experts.grouped.constants_gluon import KernelConstants
             from eprt.experts.grouped.gemm_gluon import grouped_gemm_warp_specialized
-            from eprt.experts.grouped.pipeline_gluon import KernelConstants
 
             kernel, kind, options = grouped_gemm_warp_specialized, KernelConstants, {"num_warps": 4}
         known = {"C": self._known(kind, schedule, tile, x_tma)}
@@ -184,7 +184,7 @@ class Gemm:
     @cached_property
     def _takes_warp_specialized(self) -> bool:
         """Tells whether the warp-specialized kernel takes this matrix: it has no masks along K."""
-        from eprt.experts.grouped.pipeline_gluon import LEAST_BLOCKS, block_columns
+        from eprt.experts.grouped.constants_gluon import LEAST_BLOCKS, block_columns
 
         cols, block = self.matrix.cols, block_columns(self.pair)
         return self._chip.warp_specialized and cols % block == 0 and cols >= LEAST_BLOCKS * block
@@ -201,7 +201,7 @@ class Gemm:
             if not self._constants["W_TMA"]:
                 return self._weights, matrix.scale
             return TensorDescriptor.from_tensor(self._weights[:, : matrix.cols], [tile.n, tile.k]), matrix.scale
-        from eprt.experts.grouped.pipeline_gluon import BLOCK_K, row_blocks, scale_blocks, weight_blocks
+        from eprt.experts.grouped.constants_gluon import BLOCK_K, row_blocks, scale_blocks, weight_blocks
 
         if self.pair not in FOUR_BIT_PAIRS:
             return row_blocks(self._weights[:, : matrix.cols], tile.n), matrix.scale

@@ -13,28 +13,19 @@ from an atomic counter. The stage in which a tile begins also holds the tile's s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from eprt.experts.grouped.constants_gluon import BLOCK_K, SHARED, SHARED_8
 from eprt.experts.grouped.four_bit import UNIT, UNIT_WORDS
-from eprt.experts.grouped.gemm_triton import GemmConstants, position
-from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS, FP8_PAIRS
-from eprt.rounding import ceil_div, next_power_of_2
+from eprt.experts.grouped.gemm_triton import position
+from eprt.weights import FP8_BLOCK
 
-BLOCK_K = 64  # columns of bf16 per part: 128 bytes
-LEAST_BLOCKS = 4  # parts of K that the kernel needs: no shorter sum was tested
 PRODUCER_WARPS = 4
-# Registers per producer thread: it copies up to 64 tokens, or more than 64, or issues TMA loads only.
-_FEW_TOKENS, _MANY_TOKENS, _TMA_ONLY = 32, 56, 24
-
 # Triton 3.6 has the first names, later ones the second.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _async_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -44,19 +35,16 @@ _UNDERSCORED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret")
 _ROW_BYTES = gl.constexpr(BLOCK_K * 2)
 _UNIT = gl.constexpr(UNIT)
 _UNIT_WORDS = gl.constexpr(UNIT_WORDS)
+_FP8_BLOCK = gl.constexpr(FP8_BLOCK)
 TILE_INFO = gl.constexpr(4)  # int32 per tile: expert, first row, row after the expert's last, index along N
-_LINE = 256  # words: as long as a block's side can be
-# Of rows of a part's values.
-SHARED, SHARED_8 = gl.constexpr(NVMMASharedLayout(128, 16, 2)), gl.constexpr(NVMMASharedLayout(128, 8, 2))
-# Of words, as they lie in memory.
-UNITS, SCALES = gl.constexpr(NVMMASharedLayout(0, 32, 3)), gl.constexpr(NVMMASharedLayout(0, 32, 2))
 
 
 class Pipeline(NamedTuple):
     """The circular buffers of all stages in shared memory, and their barriers.
 
     Attributes:
-        w, w_scale, x, tail: weights, their scales (4 bits), tokens, tokens of the tail.
+        w, w_scale, x, tail: weights, their scales (of 4 bits; of a block: for gate and up, or one), tokens, tokens of
+            the tail.
         x_scale, tail_scale: scales of those tokens, where FP8 tokens have one per part.
         full, empty: one barrier per stage.
         tile_info: TILE_INFO numbers per stage, valid where a tile begins.
@@ -71,96 +59,6 @@ class Pipeline(NamedTuple):
     full: Any
     empty: Any
     tile_info: Any
-
-
-@dataclass(frozen=True)
-class KernelConstants(GemmConstants):
-    """The compile-time constants of the warp-specialized kernel, of any PAIR but "w8a16".
-
-    BLOCK_N is 128, 192 or 256 of 4-bit weights, BLOCK_M 16 to 256, TAIL 0, 16 or 32; BLOCK_K is 64, or 128 of 4-bit
-    weights and FP8.
-
-    Attributes:
-        FOUR_BIT: weights have 4 bits.  UNIT_ROWS: rows of units per TMA load.  FP8: tokens are E4M3, as are weights of
-            8 bits and decoded ones.
-        SCALED: each part is summed, scaled and then added (w8a8).  COPIES: producer threads copy, beside TMA.
-        CONSUMERS: warpgroups that share BLOCK_N.  ORDERED: two of them decode, and take turns at the tensor cores.
-        PART_K, PARTS: columns of a part, and parts per stage.
-        REGISTERS: per consumer thread, and per producer thread.
-        NUM_N: tiles along N.  NUM_K: stages that a tile passes through.
-        LEAST: tokens of the narrowest tile, and per TMA load.
-    """
-
-    FOUR_BIT: bool = field(init=False)
-    FP8: bool = field(init=False)
-    SCALED: bool = field(init=False)
-    COPIES: bool = field(init=False)
-    UNIT_ROWS: int = field(init=False)
-    CONSUMERS: int = field(init=False)
-    ORDERED: bool = field(init=False)
-    PART_K: int = field(init=False)
-    PARTS: int = field(init=False)
-    REGISTERS: tuple[int, int] = field(init=False)
-    NUM_N: int = field(init=False)
-    NUM_K: int = field(init=False)
-    LEAST: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        four_bit = self.PAIR in FOUR_BIT_PAIRS
-        consumers = self.BLOCK_N // UNIT if four_bit else 2
-        scaled = self.PAIR == "w8a8"
-        few = _FEW_TOKENS if self.BLOCK_M <= 64 or self.X_TMA else _MANY_TOKENS
-        producer = _TMA_ONLY if self.X_TMA and not scaled else few
-        # Fields, as Triton's cache knows a kernel by what they print.
-        for name, value in (
-            ("FOUR_BIT", four_bit),
-            ("FP8", self.PAIR in FP8_PAIRS),
-            ("SCALED", scaled),
-            ("COPIES", scaled or not self.X_TMA),
-            ("UNIT_ROWS", next_power_of_2(self.BLOCK_N // UNIT)),
-            ("CONSUMERS", consumers),
-            ("ORDERED", four_bit and consumers == 2),
-            ("PART_K", block_columns(self.PAIR)),
-            ("PARTS", self.BLOCK_K // block_columns(self.PAIR)),
-            ("REGISTERS", (_consumer_registers(consumers, producer), producer)),
-            ("NUM_N", ceil_div(self.N, self.BLOCK_N)),
-            ("NUM_K", ceil_div(self.K, self.BLOCK_K)),
-            ("LEAST", self.BLOCK_M >> self.HALVINGS),
-        ):
-            object.__setattr__(self, name, value)
-
-
-def _consumer_registers(consumers: int, producer: int) -> int:
-    """Returns the registers per consumer thread. A program starts with equal shares of 65,536 per thread, in eights;
-    its warpgroups then redistribute them."""
-    groups = consumers + 1
-    all_of_them = 65536 // (groups * 128) // 8 * 8 * groups
-    return (all_of_them - producer) // consumers // 8 * 8
-
-
-def block_columns(pair: str) -> int:
-    """Returns the columns of a part."""
-    return 2 * BLOCK_K if pair in FP8_PAIRS else BLOCK_K
-
-
-def row_blocks(rows: torch.Tensor, count: int) -> Any:
-    """Returns a TMA descriptor of [.., K], in blocks of `count` rows and 128 bytes."""
-    size = rows.element_size()
-    layout = SHARED if size == 2 else SHARED_8
-    return TensorDescriptor.from_tensor(rows, [count, BLOCK_K * 2 // size], layout.value)
-
-
-def weight_blocks(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any:
-    """Returns a TMA descriptor of weights int32 [L, rows of units * blocks, UNIT_WORDS]: `parts` units per row."""
-    lines = UNIT_WORDS // _LINE
-    words = units.view(-1, blocks * lines, _LINE)
-    return TensorDescriptor.from_tensor(words, [rows, parts * lines, _LINE], UNITS.value)
-
-
-def scale_blocks(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any:
-    """Returns a TMA descriptor of their scales int32 [L, rows of units * blocks, words per unit]."""
-    width = units.shape[-1]
-    return TensorDescriptor.from_tensor(units.view(-1, blocks * width), [rows, width * parts], SCALES.value)
 
 
 @gluon.jit
@@ -242,6 +140,17 @@ def _scales(x_scale, source, row, end, C: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _block_scales(w_scale, expert, first, C: gl.constexpr):
+    """Returns pointers to the first scales of gate and up, or to one, for the tile from weight row `first` of all
+    experts on. All rows of a tile share them."""
+    PARTS: gl.constexpr = 2 if C.GATED else 1
+    BLOCKS: gl.constexpr = (C.N // PARTS + _FP8_BLOCK - 1) // _FP8_BLOCK
+    block = gl.minimum((first - expert * C.N) // PARTS // _FP8_BLOCK, BLOCKS - 1)
+    part = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return w_scale + ((expert * PARTS + part) * BLOCKS + block) * C.NUM_K
+
+
+@gluon.jit
 def _fetch_weights(w, w_scale, stages, stage, there, first, index, C: gl.constexpr):
     """Issues the TMA loads of one stage's weights, of 4 bits with their scales."""
     if C.FOUR_BIT:
@@ -299,6 +208,7 @@ def _produce_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.
         rows = _rows(x, source, expert, row, end, x_stride, x_skip, TOKENS, LAYOUT)
         tail_rows = _rows(x, source, expert, row + TOKENS, end, x_stride, x_skip, SHORT, LAYOUT)
     if C.SCALED:
+        block_scales = _block_scales(w_scale, expert, first, C)
         scales = _scales(x_scale, source, row, end, C, TOKENS)
         tail_scales = _scales(x_scale, source, row + TOKENS, end, C, SHORT)
     for index in range(C.NUM_K):
@@ -313,6 +223,7 @@ def _produce_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.
         else:
             _copy_tokens(rows, tail_rows, stages, stage, index, C, LAYOUT, TOKENS, TAIL)
         if C.SCALED:
+            _async_copy(stages.w_scale.index(stage), block_scales + index)
             _async_copy(first_of(stages.x_scale.index(stage), TOKENS), scales + index)
             if TAIL > 0:
                 _async_copy(stages.tail_scale.index(stage), tail_scales + index)

@@ -26,8 +26,9 @@ class Tile:
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens come by TMA where they lie in consecutive rows (the second GEMM of FlatTokens).
         warp_specialized: the kernel of `eprt.experts.grouped.gemm_gluon`, for bf16, FP8 tokens and 4 bits on
-            Hopper. bf16 and FP8 have two consumer warpgroups, n x m at most 128 x 256, k 64 and 128. 4 bits have one
-            per 64 of n (128 to 256), whose registers hold 64 x m results each; k is 64 or 128.
+            Hopper. bf16 and FP8 have two consumer warpgroups, n x m at most 128 x 256 (128 x 128 with block scales),
+            k 64 and 128. 4 bits have one per 64 of n (128 to 256), whose registers hold 64 x m results each; k is 64 or
+            128.
         fallback: the tile where the warp-specialized kernel doesn't fit; None: the same shape with three stages.
     """
 
@@ -140,11 +141,9 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "w8a8": (
         (12, Schedule(16, Tile(128, 128, 6, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
-        # On an H100 1050, 1116, 1254, 2060, 7521 us at 1024, 2048, 4096, 8192, 32,768 tokens of DeepSeek-V3 (EP 4)
-        # for 1065, 1198, 1314, 2161, 8798 by tiles of 64 without roles, with the same bits.
         (96, Schedule(64, FP8_64_NARROW, FP8_64_NARROW, tail=16)),
-        (272, Schedule(128, FP8_128_NARROW, FP8_128_NARROW, tail=32)),
-        (ANY, FP8_256),
+        # On an H100 1215, 1802, 3457, 6847 us at 4096, 8192, 16,384, 32,768 tokens of DeepSeek-V3 (EP 4).
+        (ANY, Schedule(128, FP8_128_NARROW, FP8_128_NARROW, tail=32)),
     ),
     # As w8a8, with as many stages as leave room for tokens of twice the width; not searched.
     "w8a16": (
@@ -187,13 +186,13 @@ W4A8_16 = replace(MXFP4_WS, halvings=0, stages=8, fallback=Tile(128, 128, 4, 4, 
 W4A8_32 = replace(MXFP4_WS, stages=8, fallback=Tile(128, 128, 4, 4, 3, True, halvings=1))
 W4A8_64 = replace(MXFP4_WS, stages=6, fallback=Tile(128, 64, 4, 4, 2, True, halvings=1, tma=True))
 W4A8_128 = replace(MXFP4_WS, n=192, stages=5, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
-W4A8_256 = replace(MXFP4_WS, n=128, stages=4, halvings=2, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
 HOPPER["w4a8"] = (
     (12, Schedule(16, W4A8_16, W4A8_16, launch_dependents=True)),
     (40, Schedule(32, W4A8_32, W4A8_32, tail=16, launch_dependents=True)),
     (80, Schedule(64, W4A8_64, W4A8_64, tail=16, launch_dependents=True)),
-    (208, Schedule(128, W4A8_128, W4A8_128, tail=32, launch_dependents=True)),
-    (ANY, Schedule(256, W4A8_256, W4A8_256, tail=32, launch_dependents=True)),
+    # From some 200 rows on 256 tokens are slower for the first GEMM, faster for the second: 554 us at 8192 tokens of
+    # gpt-oss-120b (EP 4) for 523, 1853 at 32,768 for 1855, on an H100.
+    (ANY, Schedule(128, W4A8_128, W4A8_128, tail=32, launch_dependents=True)),
 )
 
 

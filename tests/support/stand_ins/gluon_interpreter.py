@@ -285,12 +285,12 @@ _LANGUAGE: dict[str, Any] = {
     "full": lambda shape, value, dtype, layout: tl.full(shape, _number(value), dtype),
 }
 _LAYOUTS = (
-    "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout",
-    "SwizzledSharedLayout",
+    "BlockedLayout", "SliceLayout", "DotOperandLayout", "DistributedLinearLayout", "NVMMADistributedLayout",
+    "NVMMASharedLayout", "SwizzledSharedLayout",
 )  # fmt: skip
 _AS_IN_TRITON = (
     "load", "store", "max", "minimum", "maximum", "join", "split", "reshape", "permute", "atomic_add", "num_programs",
-    "program_id", "static_assert",
+    "expand_dims", "program_id", "static_assert",
 )  # fmt: skip
 _TYPES = "int32", "int64", "uint32", "float32", "bfloat16", "float8e4nv"
 
