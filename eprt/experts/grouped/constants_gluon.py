@@ -31,8 +31,8 @@ UNITS, SCALES = gl.constexpr(NVMMASharedLayout(0, 32, 3)), gl.constexpr(NVMMASha
 class KernelConstants(GemmConstants):
     """The compile-time constants of the warp-specialized kernel, of any PAIR but "w8a16".
 
-    BLOCK_N is 128, 192 or 256 of 4-bit weights, BLOCK_M 16 to 256 (128 if SCALED), TAIL 0, 16 or 32; BLOCK_K is 64, or 128 of 4-bit
-    weights and FP8.
+    BLOCK_N is 128, 192 or 256 of 4-bit weights, BLOCK_M 16 to 256 (128 if SCALED), TAIL 0, 16 or 32; BLOCK_K is 64, or
+    128 of 4-bit weights and FP8.
 
     Attributes:
         FOUR_BIT: weights have 4 bits.  UNIT_ROWS: rows of units per TMA load.  FP8: tokens are E4M3, as are weights of
