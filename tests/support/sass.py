@@ -14,6 +14,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -60,8 +61,11 @@ def count(code: list[str]) -> Counter[str]:
     return Counter(re.split(r"[. ]", line, maxsplit=1)[0] for line in code if not line.endswith(":"))
 
 
-def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Machine:
-    """`kernel[grid](*args, **options)` for sm_90a, in Triton or Gluon: tensors may be on any device."""
+def compiled(
+    kernel: Any, args: tuple[Any, ...], options: dict[str, Any], before: Callable[[str], None] | None = None
+) -> Machine:
+    """`kernel[grid](*args, **options)` for sm_90a, in Triton or Gluon: tensors may be on any device. `before` gets
+    Triton's key of it, for which nothing is compiled yet."""
     launch = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if name in options}
     values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in options.items() if k not in launch}
     signature, constants, attributes = {}, {}, {}
@@ -81,22 +85,28 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Mac
         else:
             signature[name] = "constexpr"
             constants[index,] = value
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    made = triton.compile(
-        source(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=launch
-    )
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", 90, 32)
+    if before:
+        backend = make_backend(target)
+        parsed = backend.parse_options(launch | source.parse_options())
+        before(get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars()))
+    made = triton.compile(source, target=target, options=launch)
     return _read(made.asm["cubin"], made.metadata.shared)
 
 
-def in_place_of_prepared(made: dict[str, Machine]) -> Callable[..., Callable[..., None]]:
-    """Stands in for `eprt.launching.CachedKernel`: a call compiles, and `made` has the kernel by its name."""
+def in_place_of_prepared(
+    made: dict[str, Machine], before: Callable[[str], None] | None = None
+) -> Callable[..., Callable[..., None]]:
+    """Stands in for `eprt.launching.CachedKernel`: a call compiles, and `made` has the kernel by its name. `before`: of
+    `compiled`."""
 
     def prepared(
         kernel: Any, device: Any, kinds: Any, constants: dict[str, Any], *, pdl: bool = False, **options: Any
     ) -> Any:
         def call(grid: Any, *arguments: Any) -> None:
             told = {"PDL": pdl} if "PDL" in kernel.arg_names else {}
-            made[kernel.__name__] = compiled(kernel, arguments, {**constants, **told, **options})
+            made[kernel.__name__] = compiled(kernel, arguments, {**constants, **told, **options}, before)
 
         return call
 

@@ -6,6 +6,7 @@ CUDA 13.3 gives those registers away too early (#11781): results are then wrong 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -61,11 +62,17 @@ FP8_BETWEEN_TILES = {"rows": 160, "gathering": 200, "slabs": 296}
 W4A8_BETWEEN_TILES = {"rows": 208, "gathering": 248, "slabs": 360}
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form: str = "mxfp4") -> Machine:
+def machine(
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: Schedule,
+    what: str,
+    form: str,
+    before: Callable[[str], None] | None = None,
+) -> Machine:
     """The kernel that the launcher launches, for a matrix of no whole units (warp-specialized: of no whole tiles)."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     found: dict[str, Machine] = {}
-    monkeypatch.setattr(launch, "CachedKernel", in_place_of_prepared(found))
+    monkeypatch.setattr(launch, "CachedKernel", in_place_of_prepared(found, before))
     first = what == "gathering"
     cols = 768 if (schedule.first if first else schedule.second).warp_specialized else 736
     codes = torch.zeros(1, 832, cols // 2, dtype=torch.uint8)
@@ -107,12 +114,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, schedule: Schedule, what: str, form
         *product(("up to 12 rows", "up to 80 rows"), ("gathering", "rows"), ("nvfp4", "int4", "int4 with zeros")),
     ],
 )
-def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
+def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch, unless_kept):
     schedule = SCHEDULES[name]
     tile = schedule.first if what == "gathering" else schedule.second
     if tile.warp_specialized:
         schedule, tile = replace(schedule, first=tile.plain, second=tile.plain), tile.plain  # where they don't fit
-    made = machine(monkeypatch, schedule, what, form)
+    made = machine(monkeypatch, schedule, what, form, unless_kept)
     assert made.local == 0
     assert made.stack <= SPILLED.get((name, what, form), 0)
     # Programs of a multiprocessor: 65,536 registers, 227 KiB of shared memory, 1 KiB of it for each program itself.
@@ -142,11 +149,11 @@ def test_every_schedule_keeps_to_registers(name, what, form, monkeypatch):
         if tile.warp_specialized
     ],
 )
-def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch):
+def test_warp_specialized_kernels_keep_to_registers(name, what, monkeypatch, unless_kept):
     """Loops that multiply: of whole and halved tiles and of one with its tail, once per consumer."""
     form, schedule = SPECIALIZED[name]
     tile = schedule.first if what == "gathering" else schedule.second
-    made = machine(monkeypatch, schedule, what, form)
+    made = machine(monkeypatch, schedule, what, form, unless_kept)
     assert made.local == 0
     between = {"fp8_channel": FP8_BETWEEN_TILES, W4A8: W4A8_BETWEEN_TILES}.get(form, BETWEEN_TILES)
     assert made.stack <= between[what]
