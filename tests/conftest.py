@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import interpreters
+from support.kept_machine_code import Keeping
 from support.long_tests import GROUPS, LONG, SLOW, TRANSFORMERS
 
 from eprt.ranks.launcher import WorldPool
@@ -35,8 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "numprocesses", 0) and not hasattr(config, "workerinput"):
-        interpreters.share()
+    if not hasattr(config, "workerinput"):  # here, as the process that workers report to reads no other conftest
+        config.pluginmanager.register(Keeping())
+        if getattr(config.option, "numprocesses", 0):
+            interpreters.share()
     interpreters.fork_servers()
 
 

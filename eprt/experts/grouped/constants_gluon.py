@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-"""What the host gives `gemm_gluon`: its compile-time constants, and TMA descriptors with their layouts."""
+"""Makes what the host gives `gemm_gluon`: its compile-time constants, and TMA descriptors with their layouts."""
 
 from __future__ import annotations
 
