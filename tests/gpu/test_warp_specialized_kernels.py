@@ -31,6 +31,7 @@ from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import (
     BF16_NARROW,
     BF16_WS,
+    FP8_128_WIDE,
     FP8_NARROW,
     FP8_WS,
     MXFP4_32,
@@ -54,10 +55,11 @@ FOUR_BIT_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_64, 128: MXFP4_128, 256
 W4A8_TILES = {16: W4A8_16, 32: W4A8_32, 64: W4A8_64, 128: W4A8_128}
 W4A8_TILES[256] = replace(W4A8_128, n=128, stages=4, halvings=2)
 W4A8 = "mxfp4, fp8 tokens"
+WIDE = "fp8_block, 256 rows"
 
 
 def weights_of(form):
-    return "mxfp4" if form == W4A8 else form
+    return {W4A8: "mxfp4", WIDE: "fp8_block"}.get(form, form)
 
 
 def specialized(m, tail, form="mxfp4"):
@@ -66,6 +68,7 @@ def specialized(m, tail, form="mxfp4"):
         "bf16": (BF16_WS, BF16_NARROW),
         "fp8_channel": (FP8_WS, FP8_NARROW),
         "fp8_block": (FP8_NARROW, FP8_NARROW),
+        WIDE: (FP8_128_WIDE, FP8_128_WIDE),
     }.get(form, (None, None))
     four_bit = W4A8_TILES if form == W4A8 else FOUR_BIT_TILES
     known = four_bit[m] if wide is None else narrow if m == 256 else wide
@@ -103,7 +106,7 @@ def plain(each):
     return replace(each, first=first, second=second)
 
 
-FP8_FORMS = ["fp8_channel", "fp8_block", W4A8]
+FP8_FORMS = ["fp8_channel", "fp8_block", WIDE, W4A8]
 FORMS = ["bf16", "mxfp4", "nvfp4", "int4", *FP8_FORMS]
 RUNTIMES = dict.fromkeys(FP8_FORMS, FP8_RUNTIME)
 BOUNDS = dict.fromkeys(FORMS, BOUND) | dict.fromkeys(FP8_FORMS, FP8_BOUND)
@@ -117,7 +120,7 @@ def of_each_form(params, on_a_cpu):
         pytest.param(form, *each, marks=[] if index in on_a_cpu[form] else [cuda_only])
         for form in FORMS
         for index, each in enumerate(params)
-        if form != "fp8_block" or each[0] != 256
+        if weights_of(form) != "fp8_block" or each[0] != 256
     ]
 
 
@@ -126,7 +129,7 @@ def of_each_form(params, on_a_cpu):
     of_each_form(
         SLABS,
         {"bf16": (4, 6), "mxfp4": (0, 3, 6), "nvfp4": (2,), "int4": (), "fp8_channel": (4,), "fp8_block": (4,)}
-        | {W4A8: (3,)},
+        | {WIDE: (3, 4), W4A8: (3,)},
     ),
 )
 def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule, launched):
@@ -156,12 +159,24 @@ def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule,
     assert relative_error(found[0][:, : 2 * m + 3, :H][there], wanted[there]) < BOUNDS[form]
 
 
+@pytest.mark.parametrize("activation", ["gpt_oss", "relu2"])
+def test_wide_tiles_have_the_bits_of_narrow_ones(activation, schedule, launched):
+    """With block scales, gated and not; the last rows of weights half of a wide tile."""
+    config = layer("fp8_block", H=640, I=640, E=3, K=2, activation=ACTIVATIONS[activation])
+    weights, tokens, found = all_experts(config), make_tokens(config, sized(900, 140)), []
+    for form in ("fp8_block", WIDE):
+        schedule(specialized(128, 16, form))
+        found.append(build(TritonGroupedExecutor, config, weights, runtime=FP8_RUNTIME)(tokens))
+    assert torch.equal(*found)
+    assert len(launched) == 4
+
+
 @pytest.mark.parametrize(
     ("form", "activation"),
     of_each_form(
         [("gpt_oss",), ("silu",), ("relu2",)],
         {"bf16": (0, 1, 2), "mxfp4": (0,), "nvfp4": (), "int4": (1,), "fp8_channel": (0,), "fp8_block": (0,)}
-        | {W4A8: (0,)},
+        | {WIDE: (0,), W4A8: (0,)},
     ),
 )
 def test_rows_equal_the_witness(form, activation, schedule, launched):
@@ -224,8 +239,8 @@ FULL = """        mbarrier.wait(stages.full.index(stage), phase)
             fence_async_shared()  # what threads have copied, for the tensor cores
 """
 READ = "        weights, held = _weights(stages, stage, 0, WHICH, C, _fragment_layout(TOKENS, C.PART_K // 4))\n"
-ROWS = "        weights, factors = _weights(stages, stage, 0, WHICH, C, LAYOUT)[0], stages.w_scale.index(stage)\n"
-TOKENS = "        half, factors = 2 * stage + WHICH, stages.w_scale.index(stage)\n"
+ROWS = "        total, more = _promote_rows((stages.x, stages.x_scale), stages, stage, phase, WHICH, total, more, C)\n"
+TOKENS = "        half, factors = 2 * stage + WHICH, _factors(stages, stage, 0, C)\n"
 DONE = "        total, tail = _done(total, tail, held, others_held, C.FOUR_BIT, TAIL)\n"
 MISTAKES = {
     "a stage is handed back while products still read it": ("consumer", DONE + HANDED_BACK, HANDED_BACK + DONE),
@@ -261,7 +276,7 @@ MISTAKES = {
 OF_SCALES = [each for each in MISTAKES if "scaled" in each]
 MISTAKEN = [
     *((each, form, 64) for each in MISTAKES if each not in OF_SCALES for form in ("bf16", "mxfp4")),
-    *((each, "fp8_block", 128 if "tokens" in each else 64) for each in OF_SCALES),
+    *((each, form, 128 if "tokens" in each else 64) for each in OF_SCALES for form in ("fp8_block", WIDE)),
     ("threads that copy aren't waited for", "fp8_block", 64),
 ]
 
@@ -271,10 +286,10 @@ def once_around(schedule, launched):
     """The error of a layer whose tiles go through all stages once, so that each begins at the same one."""
 
     def run(form, m):  # about m * 3 / 4 rows for each expert
-        k = 128 if form == "fp8_block" else 64
+        k = 128 if weights_of(form) == "fp8_block" else 64
         tile = replace(specialized(m, 16, form).first, stages=4, k=k)
         schedule(Schedule(m, tile, tile, group=2, tail=16))
-        config = layer(form, H=4 * k, I=4 * k, E=3, K=2)
+        config = layer(weights_of(form), H=4 * k, I=4 * k, E=3, K=2)
         tokens, runtime = make_tokens(config, m * 7 // 4), RUNTIMES.get(form, RUNTIME)
         found = error_on_flat(config, all_experts(config), tokens, runtime=runtime)
         assert len(launched) == 2
@@ -284,7 +299,9 @@ def once_around(schedule, launched):
 
 
 @interpreted_only
-@pytest.mark.parametrize(("form", "m"), [("bf16", 64), ("mxfp4", 64), ("fp8_block", 64), ("fp8_block", 128)])
+@pytest.mark.parametrize(
+    ("form", "m"), [("bf16", 64), ("mxfp4", 64), ("fp8_block", 64), ("fp8_block", 128), (WIDE, 64), (WIDE, 128)]
+)
 def test_barriers_suffice(form, m, once_around):
     assert 0 < once_around(form, m) < BOUNDS[form]
 

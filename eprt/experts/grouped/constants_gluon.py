@@ -15,11 +15,13 @@ from eprt.experts.grouped.four_bit import UNIT, UNIT_WORDS
 from eprt.experts.grouped.gemm_triton import GemmConstants
 from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS, FP8_PAIRS
 from eprt.rounding import ceil_div, next_power_of_2
+from eprt.weights import FP8_BLOCK
 
 BLOCK_K = 64  # columns of bf16 per part: 128 bytes
 LEAST_BLOCKS = 4  # parts of K that the kernel needs: no shorter sum was tested
-# Registers per producer thread: it copies up to 64 tokens, or more than 64, or issues TMA loads only.
-_FEW_TOKENS, _MANY_TOKENS, _TMA_ONLY = 32, 56, 24
+# Registers per producer thread: it copies up to 64 tokens, or more than 64 (beside consumers that have none to spare),
+# or issues TMA loads only.
+_FEW_TOKENS, _MANY_TOKENS, _MANY_AT_LEAST, _TMA_ONLY = 32, 56, 40, 24
 _LINE = 256  # words: as long as a block's side can be
 # Of rows of a part's values.
 SHARED, SHARED_8 = gl.constexpr(NVMMASharedLayout(128, 16, 2)), gl.constexpr(NVMMASharedLayout(128, 8, 2))
@@ -37,7 +39,8 @@ class KernelConstants(GemmConstants):
     Attributes:
         FOUR_BIT: weights have 4 bits.  UNIT_ROWS: rows of units per TMA load.  FP8: tokens are E4M3, as are weights of
             8 bits and decoded ones.
-        SCALED: each part is summed, scaled and then added (w8a8).  COPIES: producer threads copy, beside TMA.
+        SCALED: each part is summed, scaled and then added (w8a8), PIECES times for 128 weight rows.
+        COPIES: producer threads copy, beside TMA.
         CONSUMERS: warpgroups that share a tile.  ORDERED: two of them decode, and take turns at the tensor cores.
         PART_K, PARTS: columns of a part, and parts per stage.
         REGISTERS: per consumer thread, and per producer thread.
@@ -48,6 +51,7 @@ class KernelConstants(GemmConstants):
     FOUR_BIT: bool = field(init=False)
     FP8: bool = field(init=False)
     SCALED: bool = field(init=False)
+    PIECES: int = field(init=False)
     COPIES: bool = field(init=False)
     UNIT_ROWS: int = field(init=False)
     CONSUMERS: int = field(init=False)
@@ -63,13 +67,16 @@ class KernelConstants(GemmConstants):
         four_bit = self.PAIR in FOUR_BIT_PAIRS
         consumers = self.BLOCK_N // UNIT if four_bit else 2
         scaled = self.PAIR == "w8a8"
-        few = _FEW_TOKENS if self.BLOCK_M <= 64 or self.X_TMA else _MANY_TOKENS
+        pieces = self.BLOCK_N // FP8_BLOCK if scaled else 1
+        many = _MANY_TOKENS if pieces == 1 else _MANY_AT_LEAST
+        few = _FEW_TOKENS if self.BLOCK_M <= 64 or self.X_TMA else many
         producer = _TMA_ONLY if self.X_TMA and not scaled else few
         # Fields, as Triton's cache knows a kernel by what they print.
         for name, value in (
             ("FOUR_BIT", four_bit),
             ("FP8", self.PAIR in FP8_PAIRS),
             ("SCALED", scaled),
+            ("PIECES", pieces),
             ("COPIES", scaled or not self.X_TMA),
             ("UNIT_ROWS", next_power_of_2(self.BLOCK_N // UNIT)),
             ("CONSUMERS", consumers),

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from eprt.experts.grouped.epilogue_gluon import finish, finish_tokens
 from eprt.experts.grouped.four_bit import ROW_PAIRS, UNIT
-from eprt.experts.grouped.four_bit_triton import pair_scales, pairs_of
+from eprt.experts.grouped.four_bit_triton import pair_scales, pairs_of, settled
 from eprt.experts.grouped.mxfp4_e4m3_triton import e4m3_of, e4m3_words, row_fields
 from eprt.experts.grouped.pipeline_gluon import (
     advance,
@@ -263,32 +263,65 @@ def _scaled_tile(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.c
 
 
 @gluon.jit
+def _factors(stages, stage, block, C: gl.constexpr):
+    """Returns a stage's scales of gate and up, or the one of its 128 weight rows `block`."""
+    if C.GATED:
+        factors = stages.w_scale.index(stage)
+    else:
+        scales = reinterpreted(stages.w_scale, gl.float32, [C.STAGES * C.PIECES, 1], _LINE)
+        factors = scales.index(stage * C.PIECES + block)
+    return factors
+
+
+@gluon.jit
+def _apart(total, stages, stage, phase):
+    """Returns `total` as it is before the next product begins. Otherwise LLVM scales two products after both, and ptxas
+    begins the second one early: either takes registers for two, and spills. ptxas keeps to the order of loops, so the
+    full stage is waited for again."""
+    total = settled(total)
+    mbarrier.wait(stages.full.index(stage), phase)
+    return total
+
+
+@gluon.jit
 def _scaled_by_tokens(fixed, state, C: gl.constexpr, TAIL: gl.constexpr):
     """Computes a tile of 128 tokens: a consumer has 64 of them, by all weight rows; a tail's tokens it has all, by half
-    of the weight rows."""
-    COLUMNS: gl.constexpr = C.BLOCK_N
+    of the weight rows. Of 256 weight rows registers hold the sums, and the product of 128."""
+    COLUMNS: gl.constexpr = C.BLOCK_N // C.PIECES
     SHORT: gl.constexpr = TAIL if TAIL > 0 else 16
     stages, _, staging, target, where, WHICH = fixed
     expert, row, end, first = where
     stage, phase, order_phase = state
     total = gl.zeros((_UNIT, COLUMNS), gl.float32, _product_layout(COLUMNS, 32))
+    more = total
     tail = gl.zeros((_UNIT, SHORT), gl.float32, _product_layout(SHORT, 32))
+    more_tail = tail
     tokens = in_blocks(stages.x, 2 * C.STAGES, _UNIT, C)
+    pieces = in_blocks(stages.w, C.PIECES * C.STAGES, COLUMNS, C)
     scales = reinterpreted(stages.x_scale, gl.float32, [2 * C.STAGES, _UNIT], _LINE)
     for _ in range(C.NUM_K):
         mbarrier.wait(stages.full.index(stage), phase)
         if not C.X_TMA:
             fence_async_shared()  # what threads have copied, for the tensor cores
-        half, factors = 2 * stage + WHICH, stages.w_scale.index(stage)
-        total = _promote(tokens.index(half), stages.w.index(stage), scales.index(half), factors, total, C)
+        half, factors = 2 * stage + WHICH, _factors(stages, stage, 0, C)
+        total = _promote(tokens.index(half), pieces.index(C.PIECES * stage), scales.index(half), factors, total, C)
+        if C.PIECES > 1:
+            total = _apart(total, stages, stage, phase)
+            piece, factors = pieces.index(C.PIECES * stage + 1), _factors(stages, stage, 1, C)
+            more = _promote(tokens.index(half), piece, scales.index(half), factors, more, C)
         if TAIL > 0:
-            rows, rest = _weights(stages, stage, 0, WHICH, C, _product_layout(SHORT, 32))[0], stages.tail.index(stage)
-            tail = _promote_few(rows, rest, stages.tail_scale.index(stage), factors, tail, C)
+            if C.PIECES > 1:
+                more = _apart(more, stages, stage, phase)
+            rest = stages.tail, stages.tail_scale
+            tail, more_tail = _promote_rows(rest, stages, stage, phase, WHICH, tail, more_tail, C)
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = advance(stage, phase, C.STAGES)
-    finish_tokens(total, _as_tokens(staging), target, expert, row + WHICH * _UNIT, end, first - WHICH * _UNIT, C)
+    n = first - WHICH * (C.BLOCK_N // 2)
+    finish_tokens(total, _as_tokens(staging), target, expert, row + WHICH * _UNIT, end, n, C)
+    if C.PIECES > 1:
+        finish_tokens(more, _as_tokens(staging), target, expert, row + WHICH * _UNIT, end, n + COLUMNS, C)
     if TAIL > 0:
-        finish(tail, staging, target, expert, row + 2 * _UNIT, end, first, C)
+        _finish_rows(tail, more_tail, staging, target, expert, row + 2 * _UNIT, end, first, C)
     return stage, phase, order_phase
 
 
@@ -310,22 +343,47 @@ def _scaled_by_rows(fixed, state, C: gl.constexpr, TOKENS: gl.constexpr, TAIL: g
     expert, row, end, first = where
     stage, phase, order_phase = state
     total = gl.zeros((_UNIT, TOKENS), gl.float32, LAYOUT)
+    more = total
     tail = gl.zeros((_UNIT, SHORT), gl.float32, _product_layout(SHORT, 32))
+    more_tail = tail
     for _ in range(C.NUM_K):
         mbarrier.wait(stages.full.index(stage), phase)
         if not C.X_TMA:
             fence_async_shared()  # what threads have copied, for the tensor cores
-        weights, factors = _weights(stages, stage, 0, WHICH, C, LAYOUT)[0], stages.w_scale.index(stage)
-        tokens, scales = first_of(stages.x.index(stage), TOKENS), first_of(stages.x_scale.index(stage), TOKENS)
-        total = _promote_few(weights, tokens, scales, factors, total, C)
+        total, more = _promote_rows((stages.x, stages.x_scale), stages, stage, phase, WHICH, total, more, C)
         if TAIL > 0:
-            tail = _promote_few(weights, stages.tail.index(stage), stages.tail_scale.index(stage), factors, tail, C)
+            rest = stages.tail, stages.tail_scale
+            tail, more_tail = _promote_rows(rest, stages, stage, phase, WHICH, tail, more_tail, C)
         mbarrier.arrive(stages.empty.index(stage))
         stage, phase = advance(stage, phase, C.STAGES)
-    finish(total, staging, target, expert, row, end, first, C)
+    _finish_rows(total, more, staging, target, expert, row, end, first, C)
     if TAIL > 0:
-        finish(tail, staging, target, expert, row + TOKENS, end, first, C)
+        _finish_rows(tail, more_tail, staging, target, expert, row + TOKENS, end, first, C)
     return stage, phase, order_phase
+
+
+@gluon.jit
+def _promote_rows(read, stages, stage, phase, WHICH: gl.constexpr, total, more, C: gl.constexpr):
+    """Does as `_promote_few` with each 64 of this consumer's weight rows, all of one block. read: the first of these
+    tokens and their scales, of all stages."""
+    PIECES: gl.constexpr = C.PIECES
+    units = in_blocks(stages.w, C.STAGES * 2 * PIECES, _UNIT, C)
+    unit = units.index(stage * (2 * PIECES) + WHICH * PIECES)
+    factors = _factors(stages, stage, WHICH * PIECES // 2, C)
+    tokens, scales = first_of(read[0].index(stage), total.shape[1]), first_of(read[1].index(stage), total.shape[1])
+    total = _promote_few(unit, tokens, scales, factors, total, C)
+    if PIECES > 1:
+        total = _apart(total, stages, stage, phase)
+        unit = units.index(stage * (2 * PIECES) + (WHICH * PIECES + 1))
+        more = _promote_few(unit, tokens, scales, factors, more, C)
+    return total, more
+
+
+@gluon.jit
+def _finish_rows(total, more, staging, target, expert, row, end, first, C: gl.constexpr):
+    finish(total, staging, target, expert, row, end, first, C)
+    if C.PIECES > 1:
+        finish(more, staging, target, expert, row, end, first + _UNIT, C)
 
 
 @gluon.jit

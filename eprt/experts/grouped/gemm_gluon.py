@@ -60,12 +60,12 @@ def grouped_gemm_warp_specialized(
     x_scales, tail_scales = x_buffer, x_buffer
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if C.SCALED:
-        scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 2 if C.GATED else 1], LINE)
+        scale_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 2 if C.GATED else C.PIECES], LINE)
         x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, C.BLOCK_M], LINE)
         if C.TAIL > 0:
             tail_scales = gl.allocate_shared_memory(gl.float32, [STAGES, C.TAIL], LINE)
     # Epilogue staging buffers, one per consumer warpgroup. They use the shared memory that the pipeline leaves free.
-    height: gl.constexpr = C.BLOCK_N // C.CONSUMERS
+    height: gl.constexpr = C.BLOCK_N // C.CONSUMERS // C.PIECES
     columns: gl.constexpr = height // 2 if C.GATED else height
     width: gl.constexpr = out.dtype.element_ty.primitive_bitwidth
     tokens: gl.constexpr = (32768 if C.FOUR_BIT or C.SCALED else 65536) // (columns * width)

@@ -141,12 +141,14 @@ def _scales(x_scale, source, row, end, C: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _block_scales(w_scale, expert, first, C: gl.constexpr):
-    """Returns pointers to the first scales of gate and up, or to one, for the tile from weight row `first` of all
-    experts on. All rows of a tile share them."""
+    """Returns pointers to the first scales of gate and up, or of each 128 rows, for the tile from weight row `first` of
+    all experts on. All of its gate rows share one, as do up rows."""
     PARTS: gl.constexpr = 2 if C.GATED else 1
     BLOCKS: gl.constexpr = (C.N // PARTS + _FP8_BLOCK - 1) // _FP8_BLOCK
     block = gl.minimum((first - expert * C.N) // PARTS // _FP8_BLOCK, BLOCKS - 1)
-    part = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    part = gl.arange(0, 2 if C.GATED else C.PIECES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    if C.PIECES > PARTS:
+        block, part = gl.minimum(block + part, BLOCKS - 1), 0
     return w_scale + ((expert * PARTS + part) * BLOCKS + block) * C.NUM_K
 
 

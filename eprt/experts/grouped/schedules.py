@@ -19,16 +19,16 @@ class Tile:
 
     Attributes:
         n, k: columns (both parts of a gated matrix) and depth of a block. FP8: k is 128 and n / parts divides 128, but
-            by channel. 4 bits: both are multiples of 64, and n is a multiple of 16 per warp.
+            by channel and for `warp_specialized`. 4 bits: both are multiples of 64, and n is a multiple of 16 per warp.
         stages: pipeline depth.  warps: per program.  ctas: programs per SM.
         swap: weights x tokens instead of tokens x weights; 4 bits always.
         halvings: how often an expert's last tile may be narrowed to half its height if its rows fit.
         flatten: one pipeline over all tiles of a program, where `tma` holds; not with halvings.
         tma: tokens come by TMA where they lie in consecutive rows (the second GEMM of FlatTokens).
         warp_specialized: the kernel of `eprt.experts.grouped.gemm_gluon`, for bf16, FP8 tokens and 4 bits on
-            Hopper. bf16 and FP8 have two consumer warpgroups, n x m at most 128 x 256 (128 x 128 with block scales),
-            k 64 and 128. 4 bits have one per 64 of n (128 to 256), whose registers hold 64 x m results each; k is 64 or
-            128.
+            Hopper. bf16 and FP8 have two consumer warpgroups, n x m at most 128 x 256 or 256 x 128 (with block scales
+            128 x 128, or 256 x 128 and a tail of 16), k 64 and 128. 4 bits have one per 64 of n (128 to 256), whose
+            registers hold 64 x m results each; k is 64 or 128.
         fallback: the tile where the warp-specialized kernel doesn't fit; None: the same shape with three stages.
     """
 
@@ -119,6 +119,7 @@ MXFP4_256 = replace(MXFP4_WS, n=128, k=64, halvings=2)
 FP8_WS = replace(BF16_WS, k=128, fallback=Tile(128, 128, 3, 8, 1, True, halvings=1))
 FP8_NARROW = replace(FP8_WS, n=128, halvings=2)
 FP8_128_NARROW = replace(FP8_NARROW, stages=5)
+FP8_128_WIDE = replace(FP8_WS, halvings=2)  # with block scales; a tail of at most 16
 FP8_LOW = replace(FP8_WS, n=128, stages=7, fallback=Tile(128, 128, 4, 4, 2, swap=True))
 FP8_64_NARROW = replace(FP8_LOW, halvings=2)
 FP8_128 = Schedule(128, FP8_WS, FP8_WS, tail=32)
