@@ -33,13 +33,13 @@ from eprt.tokens import Payload
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
-FORMS = ["bf16", "mxfp4", "nvfp4"]
+FORMS = ["bf16", "mxfp4", "nvfp4", "int4"]
 # K of no whole blocks, halves of unequal length.
 FOUR_BITS = FewTokens(8, FewTile(64, 128, halves=2), FewTile(64, 64, halves=2, splits=2))
 EAGER = FewTokens(8, FewTile(64, 128, halves=2, eager=True), FewTile(64, 64, halves=2, splits=2, eager=True))
 ONE_HALF = FewTokens(16, FewTile(64, 128, ahead=2), FewTile(64, 64, splits=2, ahead=2))
 PLAIN = FewTokens(16, FewTile(64, 32, 2), FewTile(64, 64, 3))
-TILES = {"bf16": [PLAIN], "mxfp4": [EAGER, ONE_HALF], "nvfp4": [FOUR_BITS, ONE_HALF]}
+TILES = {"bf16": [PLAIN], "mxfp4": [EAGER, ONE_HALF], "nvfp4": [FOUR_BITS, ONE_HALF], "int4": [FOUR_BITS, ONE_HALF]}
 CASES = [(form, few) for form in FORMS for few in TILES[form]]
 FEWER = sized(FORMS, ["mxfp4"])  # interpreted, a program takes milliseconds
 
@@ -176,5 +176,6 @@ def test_a_batch_invariant_layer_adds_as_for_many_tokens(form, rank, monkeypatch
 def test_replays(form):
     config = config_of(form, E=8)
     weights, shard = all_experts(config), ExpertPlacement(8, ParallelConfig(1)).shard(0)
-    executor, static = build(TritonGroupedExecutor, config, weights), make_tokens(config, 4)
+    executor = build(TritonGroupedExecutor, config, weights)
+    static = make_tokens(config, executor._few_tiles[-1].tokens)
     check_replays(lambda: executor(static), config, weights, shard, static)

@@ -6,7 +6,7 @@ Up to 16 tokens fit the narrow side of one tensor-core tile. A program therefore
 one top-k entry and to a block of weight rows, ends at once unless its entry is the first that names a local expert, and
 multiplies its weights by all tokens that name this expert. So an expert's weights are read once.
 
-MXFP4 and NVFP4 words go from memory into the registers of the threads that decode them, some blocks ahead. They are
+4-bit words go from memory into the registers of the threads that decode them, some blocks ahead. They are
 the first to leave L2: else they would drive out what the next call needs, these kernels' own code included. With at
 most 8 tokens a program may multiply two halves of K at once, 8 warps instead of 4: rows 64 on of its tile are the
 weights of the second half, columns 8 on its tokens, and of the product two quarters are added, two left out.

@@ -118,7 +118,6 @@ MXFP4_128 = replace(MXFP4_WS, n=192, stages=3, fallback=Tile(128, 64, 3, 8, 1, T
 MXFP4_256 = replace(MXFP4_WS, n=128, k=64, halvings=2)
 FP8_WS = replace(BF16_WS, k=128, fallback=Tile(128, 128, 3, 8, 1, True, halvings=1))
 FP8_NARROW = replace(FP8_WS, n=128, halvings=2)
-FP8_128_NARROW = replace(FP8_NARROW, stages=5)
 FP8_128_WIDE = replace(FP8_WS, halvings=2)  # with block scales; a tail of at most 16
 FP8_LOW = replace(FP8_WS, n=128, stages=7, fallback=Tile(128, 128, 4, 4, 2, swap=True))
 FP8_64_NARROW = replace(FP8_LOW, halvings=2)
@@ -143,8 +142,9 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (12, Schedule(16, Tile(128, 128, 6, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
         (96, Schedule(64, FP8_64_NARROW, FP8_64_NARROW, tail=16)),
-        # On an H100 1215, 1802, 3457, 6847 us at 4096, 8192, 16,384, 32,768 tokens of DeepSeek-V3 (EP 4).
-        (ANY, Schedule(128, FP8_128_NARROW, FP8_128_NARROW, tail=32)),
+        # On an H200 961, 1650, 3018, 6006 us at 4096, 8192, 16,384, 32,768 tokens of DeepSeek-V3 (EP 4); 988, 1726, 3193,
+        # 6323 by tiles half as wide, with tails of 32.
+        (ANY, Schedule(128, FP8_128_WIDE, FP8_128_WIDE, tail=16)),
     ),
     # As w8a8, with as many stages as leave room for tokens of twice the width; not searched.
     "w8a16": (
@@ -217,8 +217,12 @@ FEW: dict[Pair, tuple[FewTokens, ...]] = {
         FewTokens(2, FewTile(64, 128), FewTile(64, 128, halves=2)),
         FewTokens(4, FewTile(64, 128, ahead=2), FewTile(64, 128, ahead=2)),
     ),
-    # Not measured: the same kernels but for twice as many scales.
-    "nv4a16": (FewTokens(4, FewTile(64, 128, halves=2), FewTile(64, 128, halves=2, splits=2)),),
+    # On an H200 DeepSeek-V3 (EP 4) takes 37.4 and 48.4 us at 1 and 2 tokens, 39.2 and 53.4 by tile schedules. At 4
+    # tokens these are slower: 75.8 for 72.0.
+    "nv4a16": (FewTokens(2, FewTile(64, 128, halves=2), FewTile(64, 128, ahead=3)),),
+    # Qwen3-30B-A3B (EP 1) 13.8 and 17.6 for 19.0 and 24.2, Kimi-K2 (EP 8) 23.1 and 38.9 for 24.2 and 42.6; at 4 tokens
+    # 31.3 for 38.7, and 61.5 for 51.6.
+    "i4a16": (FewTokens(2, FewTile(64, 128, halves=2), FewTile(64, 128, ahead=3)),),
 }
 
 # The same under `batch_invariant`: an output is one sum along K, as in every tile schedule, whatever its tiles. On an
