@@ -452,7 +452,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": lambda: peers((BASELINES,), floor=False),
     "new_formats": lambda: peers(NEW_FORMATS, floor=True),
     "new_formats_h100": lambda: peers(NEW_FORMATS_H100, floor=True),
-    "fp8_blocks_h100": lambda: peers(("experts_fp8_block_h100",), floor=True),
+    "fp8_blocks": lambda: peers(("experts_fp8_block_h200",), floor=True),
     "profile": profile,
     "errors": errors,
     "layer": layer,
