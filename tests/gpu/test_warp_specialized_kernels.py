@@ -266,10 +266,10 @@ MISTAKES = {
         "1 + 32 * producer_warps(C) if C.COPIES else 1",
         "1",
     ),
-    "scaled rows are handed back before they are read": ("consumer", ROWS, HANDED_BACK + ROWS),
-    "scaled rows are multiplied before they are there": ("consumer", FULL + ROWS, ROWS),
-    "scaled tokens are handed back before they are read": ("consumer", TOKENS, HANDED_BACK + TOKENS),
-    "scaled tokens are multiplied before they are there": ("consumer", FULL + TOKENS, TOKENS),
+    "scaled rows are handed back before they are read": ("scaled", ROWS, HANDED_BACK + ROWS),
+    "scaled rows are multiplied before they are there": ("scaled", FULL + ROWS, ROWS),
+    "scaled tokens are handed back before they are read": ("scaled", TOKENS, HANDED_BACK + TOKENS),
+    "scaled tokens are multiplied before they are there": ("scaled", FULL + TOKENS, TOKENS),
 }
 # Block scales have lines of their own, and are copied where tokens come by TMA. From 65 tokens on consumers share those
 # of a tile, below its weight rows.
@@ -312,10 +312,10 @@ def test_barriers_that_are_missing_would_be_seen(mistake, form, m, once_around, 
     from support.stand_ins.gluon_interpreter import Jit
     from support.stand_ins.gluon_order import Race, Stuck
 
-    from eprt.experts.grouped import consumer_gluon, pipeline_gluon
+    from eprt.experts.grouped import consumer_gluon, pipeline_gluon, scaled_gluon
 
     part, old, new = MISTAKES[mistake]
-    module = {"pipeline": pipeline_gluon, "consumer": consumer_gluon}[part]
+    module = {"pipeline": pipeline_gluon, "consumer": consumer_gluon, "scaled": scaled_gluon}[part]
     source = inspect.getsource(module)
     assert source.count(old) == 1
     changed = {"__name__": module.__name__}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -122,3 +123,10 @@ def scale_blocks(units: torch.Tensor, blocks: int, rows: int, parts: int) -> Any
     """Returns a TMA descriptor of their scales int32 [L, rows of units * blocks, words per unit]."""
     width = units.shape[-1]
     return TensorDescriptor.from_tensor(units.view(-1, blocks * width), [rows, width * parts], SCALES.value)
+
+
+@gluon.constexpr_function
+def product_layout(tokens: int, depth: int = 16) -> Any:
+    """Returns the layout of one warpgroup's float32 accumulator: weight rows x tokens. `depth`: columns of K that one
+    instruction takes, 32 bytes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, depth])
