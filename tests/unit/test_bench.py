@@ -368,10 +368,21 @@ def test_a_step_counts_its_slowest_rank_and_stands_beside_its_peers() -> None:
     assert (eager["pair"], ours["pair"]) == ("", "none + torch_grouped")
 
 
+def phases_within_blocks(row) -> bool:
+    """Tells whether the host's time in each phase fits that of a block, twice as long at most."""
+    if row["path"] == "transformers":
+        return True
+    phases = [row[f"{phase}_host_us"] for phase in ("route", "dispatch", "experts", "combine")]
+    return all(0 < us < row["moe_host_us"] * 2 for us in phases)
+
+
 def test_bench_step_on_gloo_ranks(tmp_path, capsys) -> None:
     """Everything but the rows in graphs."""
     pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
-    found = bench("step", tmp_path, "--layers", "1", "--tokens", "1", "3", "--rounds", "1")
+    for _ in range(3):  # blocks and phases are timed one after the other: what a busy machine delays, once more
+        found = bench("step", tmp_path, "--layers", "1", "--tokens", "1", "3", "--rounds", "1")
+        if all(phases_within_blocks(row) for row in found["rows"]):
+            break
     rows = {(row["tokens"], row["path"]): row for row in found["rows"]}
     assert rows.keys() == {(tokens, path) for tokens in (1, 3) for path in ("transformers", "eager", "in a step")}
     for (_, path), row in rows.items():
@@ -379,8 +390,7 @@ def test_bench_step_on_gloo_ranks(tmp_path, capsys) -> None:
         assert row["moe_host_us"] > 0
         ours = path != "transformers"
         assert bool(row["pair"]) is ours
-        phases = [row[f"{phase}_host_us"] for phase in ("route", "dispatch", "experts", "combine") if ours]
-        assert all(0 < us < row["moe_host_us"] * 50 for us in phases), "of the same unit, whatever runs beside them"
+        assert phases_within_blocks(row)
     assert found["notes"] == ["tiny: graphs: a CPU world has none"]
     assert (tmp_path / "picture.png").stat().st_size > 0
     assert "of eager" in capsys.readouterr().out
