@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.cases.expert_cases import NAN
+from support.cases.four_bit_cases import int4_experts
 from support.cases.grouped_cases import (
     ACTIVATIONS,
     BOUND,
@@ -132,6 +133,16 @@ def test_activations_and_no_bias(form, activation, monkeypatch):
     weights, tokens = all_experts(config), make_tokens(config, 3)
     out = build(TritonGroupedExecutor, config, weights)(tokens)
     assert relative_error(out, witness(config, weights, tokens)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("group", "zeros", "H", "I"), [(32, True, 160, 96), (128, False, 256, 128), (0, True, 104, 72)]
+)
+def test_scales_and_zero_points_of_int4(group, zeros, H, I):
+    config = layer("int4", H=H, I=I, E=3, K=2)
+    weights, tokens = int4_experts(config, group, zeros=zeros), make_tokens(config, 2)
+    out = build(TritonGroupedExecutor, config, weights)(tokens)
+    assert 0 < relative_error(out, witness(config, weights, tokens)) < BOUND
 
 
 def test_gate_and_up_are_told_apart(monkeypatch):
