@@ -4,8 +4,8 @@ One small kernel sorts the top-k entries by expert and writes the tile schedule 
 GEMM gathers the rows it needs and ends in the activation. The second writes one row per top-k entry, and a last pass
 weights and sums them. The GEMMs are persistent kernels that read the schedule on the device: the host reads nothing, a
 call can be captured in a CUDA graph, and its cost follows the rows that came. ExpertMajorTokens (the masked layout) get
-a schedule of their own and are read where they lie. On Hopper a few tokens of bf16 or 4-bit
-experts aren't sorted at all (`few_triton`), unless they are to be FP8.
+a schedule of their own and are read where they lie. On Hopper a few tokens of bf16 or 4-bit experts aren't sorted at
+all (`few_triton`), unless they are to be FP8.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from eprt.experts.grouped.pipeline_gluon import (
 from eprt.experts.grouped.scaled_gluon import scaled_tile
 
 _UNIT = gl.constexpr(UNIT)
-_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ROW_PAIRS = gl.constexpr(ROW_PAIRS)
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # A thread's share of a unit: four of its words.

@@ -23,7 +23,6 @@ from eprt.experts.grouped.weights import INTERLEAVE
 _UNIT = gl.constexpr(UNIT)
 _INTERLEAVE = gl.constexpr(INTERLEAVE)
 _LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.constexpr_function
@@ -45,7 +44,7 @@ def _rows_layout():
 
 @gluon.jit
 def _promote(tokens, weights, scales, factors, total, C: gl.constexpr):
-    """Adds one part's product, 64 tokens x the tile's weight rows, to `total` after its scales: `scales` of tokens,
+    """Adds one part's product, 64 tokens x as many weight rows as `total` has, after its scales: `scales` of tokens,
     `factors` of gate and up, or of all weight rows. A thread has two tokens, so it reads two scales."""
     LAYOUT: gl.constexpr = total.type.layout
     product = warpgroup_mma(tokens, weights.permute((1, 0)), total, use_acc=False, is_async=True)
@@ -210,6 +209,7 @@ def _promote_rows(read, stages, stage, phase, WHICH: gl.constexpr, total, more, 
 
 @gluon.jit
 def _finish_rows(total, more, staging, target, expert, row, end, first, C: gl.constexpr):
+    """Writes what `_promote_rows` has summed."""
     finish(total, staging, target, expert, row, end, first, C)
     if C.PIECES > 1:
         finish(more, staging, target, expert, row, end, first + _UNIT, C)

@@ -205,8 +205,8 @@ AMPERE: tuple[tuple[float, Schedule], ...] = (
 
 # As many tokens as these kernels are the faster ones for, of 40 candidates on an H100: us of all experts at 1, 2, 4 and
 # 8 tokens, 8 routings that take turns, weights from memory. gpt-oss-20b, MXFP4: 25.4, 42.0, 76.5, - for 35.0, 52.6,
-# 87.0, 114 by tile schedules, at least 17.5, 30.7, 58.7, 92 by the bytes that are read. On an H200, by the tile that
-# NVFP4 has here, 24.6, 43.7, 71.8, 109 for 33.2, 51.5, 75.0, 94.5; Qwen3-30B-A3B, bf16: 23.9, 40.7, 70.8, 118.6, at 16
+# 87.0, 114 by tile schedules, at least 17.5, 30.7, 58.7, 92 by the bytes that are read. On an H200, by two halves of
+# K in both GEMMs, 24.6, 43.7, 71.8, 109 for 33.2, 51.5, 75.0, 94.5; Qwen3-30B-A3B, bf16: 23.9, 40.7, 70.8, 118.6, at 16
 # tokens 182.9 for 27.7, 44.8, 75.6, 121.2, 186.2. FP8 takes half as long again by them.
 # Slower: deeper pipelines at one token, also in shared memory, as code that isn't in a cache costs more than latency;
 # bringing the second matrix to L2 while the first one is multiplied.
