@@ -60,6 +60,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         preload(*IN_RANKS)  # only where such tests run: a rank starts the slower, the more it is forked with
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist takes the groups' names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not hasattr(config, "workerinput") and any(item.path.stem in TRANSFORMERS for item in items):
         preload(*IN_RANKS)
