@@ -81,11 +81,13 @@ class _Rank:
         return pickle.loads(self.setup.path("result").read_bytes())
 
     def kill(self) -> None:
-        """Sends SIGKILL to the rank and whatever it started."""
+        """Sends SIGKILL to the rank and whatever it started. Removes the memory that its World was about to share."""
         if (pid := self.process.pid) is not None:
             _end(pid)
             self.process.join(_STACK_WAIT_S)
             self.jobs.close()
+            for path in Path("/dev/shm").glob(f"eprt-{pid}-*"):
+                path.unlink(missing_ok=True)
 
 
 class WorldPool:

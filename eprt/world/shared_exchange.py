@@ -156,7 +156,7 @@ def _sees_all(memory: mmap.mmap, size: int, token: bytes) -> bool:
 def _create(folder: Path, size: int, token: bytes) -> tuple[str, mmap.mmap | None]:
     """Makes a file of mode 0600 with room for the rows, the token at its end; ("", None) where that can't be had."""
     try:
-        file, path = tempfile.mkstemp(prefix="eprt-", dir=folder)
+        file, path = tempfile.mkstemp(prefix=f"eprt-{os.getpid()}-", dir=folder)
     except OSError:
         return "", None
     try:

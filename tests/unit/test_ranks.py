@@ -159,6 +159,13 @@ def test_a_stopped_ranks_children_go_too(pool):
     wait_until_gone([int(child)])
 
 
+def test_a_rank_killed_before_its_memory_is_shared_leaves_no_file(tmp_path):
+    with pytest.raises(WorldFailed, match="rank 0 was killed by SIGKILL"):
+        launch(jobs.dies_before_it_shares, 1, path=str(tmp_path / "pid"))
+    pid = (tmp_path / "pid").read_text()
+    assert not list(Path("/dev/shm").glob(f"eprt-{pid}-*"))
+
+
 def test_survivors_that_name_a_rank_are_believed(pool):
     with pytest.raises(WorldFailed) as failure:
         pool.run(jobs.blames, victim=1, timeout_s=LIMIT_S)

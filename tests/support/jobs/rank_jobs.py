@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from eprt.errors import RankLost
+from eprt.world import shared_exchange
 from support.builders import die
 
 
@@ -25,6 +27,13 @@ def echo(context, word="hi"):
 
 def pid(context):
     return os.getpid()
+
+
+def dies_before_it_shares(context, path):
+    """The file that ranks are to share is there, and its maker ends before any of them has mapped it."""
+    Path(path).write_text(str(os.getpid()))
+    with mock.patch.object(shared_exchange.mmap, "mmap", side_effect=die):
+        shared_exchange.open_exchange(0, 1, lambda mine: mine[None])
 
 
 def hash_seed(context):
