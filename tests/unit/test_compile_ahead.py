@@ -23,6 +23,7 @@ from eprt.bench.experts import random_experts
 from eprt.cli.explain import kinds_of_layers
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.tiny_model import gpt_oss_config
+from eprt.experts import sort_by_expert_triton
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.permute_triton import _copy_rows
 from eprt.launching import CachedKernel, Specialization, recording, shared_cache
@@ -151,6 +152,21 @@ def test_a_warm_up_keeps_no_memory_of_its_tokens():
     made = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in before]
     weights = {each.untyped_storage()._cdata for each in executor.slot_tensors().values()}
     assert [each.shape for each in made if each.untyped_storage()._cdata not in weights and each.numel() > 256**2] == []
+
+
+def test_a_warm_up_leaves_no_number_of_tokens_out():
+    """How the choices are sorted changes with their number within what one schedule of the GEMMs serves."""
+    sort_by_expert_triton._prepared_place.cache_clear()  # of other tests
+    ((config, _),) = kinds_of_layers(gpt_oss_config(1, 8, 2, 256, 128))
+    with compiled_for(SM90), recording() as found:
+        weights = random_experts(config, 8, torch.device("cpu"))
+        shard = ExpertPlacement(8, ParallelConfig(1)).shard(0)
+        executor = TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat"))
+        executor.warmup(4096)
+        warmed = len(found)
+        for rows in range(1, 4096, 15):
+            executor._try_flat(rows, 2, 8)
+    assert [(rest.kernel.fn.__name__, rest.named) for rest in found[warmed:]] == []
 
 
 def test_what_is_recorded_is_compiled_by_a_later_call(monkeypatch):
