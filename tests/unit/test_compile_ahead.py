@@ -154,7 +154,7 @@ def test_a_warm_up_keeps_no_memory_of_its_tokens():
     assert [each.shape for each in made if each.untyped_storage()._cdata not in weights and each.numel() > 256**2] == []
 
 
-def test_a_warm_up_leaves_no_number_of_tokens_out():
+def test_every_number_of_tokens_is_warmed_up():
     """How the choices are sorted changes with their number within what one schedule of the GEMMs serves."""
     sort_by_expert_triton._prepared_place.cache_clear()  # of other tests
     ((config, _),) = kinds_of_layers(gpt_oss_config(1, 8, 2, 256, 128))
