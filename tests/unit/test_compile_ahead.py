@@ -138,13 +138,17 @@ def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch):
     assert os.environ["TRITON_PTXAS_PATH"] == str(torchs)
 
 
+def an_executor():
+    """Of eight experts of gpt-oss, top-2; within `compiled_for` and `recording`."""
+    ((config, _),) = kinds_of_layers(gpt_oss_config(1, 8, 2, 256, 128))
+    shard, weights = ExpertPlacement(8, ParallelConfig(1)).shard(0), random_experts(config, 8, torch.device("cpu"))
+    return TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat"))
+
+
 def test_a_warm_up_keeps_no_memory_of_its_tokens():
     """Kernels outlive it: what they are specialized for must not hold the rows between the two matrices."""
-    ((config, _),) = kinds_of_layers(gpt_oss_config(1, 8, 2, 256, 128))
-    shard = ExpertPlacement(8, ParallelConfig(1)).shard(0)
     with compiled_for(SM90), recording() as found:
-        weights = random_experts(config, 8, torch.device("cpu"))
-        executor = TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat"))
+        executor = an_executor()
         before = {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
         executor.warmup(4096)
     assert any(hasattr(each, "block_shape") for kernel in found for each in kernel.arguments)
@@ -157,11 +161,8 @@ def test_a_warm_up_keeps_no_memory_of_its_tokens():
 def test_every_number_of_tokens_is_warmed_up():
     """How the choices are sorted changes with their number within what one schedule of the GEMMs serves."""
     sort_by_expert_triton._prepared_place.cache_clear()  # of other tests
-    ((config, _),) = kinds_of_layers(gpt_oss_config(1, 8, 2, 256, 128))
     with compiled_for(SM90), recording() as found:
-        weights = random_experts(config, 8, torch.device("cpu"))
-        shard = ExpertPlacement(8, ParallelConfig(1)).shard(0)
-        executor = TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat"))
+        executor = an_executor()
         executor.warmup(4096)
         warmed = len(found)
         for rows in range(1, 4096, 15):
