@@ -2,7 +2,8 @@
 
 A warm-up is called twice: first within `eprt.launching.recording`, which collects what it would compile, then for real.
 In between processes of our own compile what isn't in the cache, each one kernel after another. They use no GPU: Triton
-compiles for a named one. So a machine without a GPU can do it, too (`eprt warm`).
+compiles for a named one. So a machine without a GPU can do it, too (`eprt warm`), and an engine can go on meanwhile
+(`start_compiling`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ import importlib
 import logging
 import os
 import pickle
+import select
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
-from io import BufferedRWPair
 from typing import Any
 
 import torch
@@ -37,10 +36,13 @@ logger = logging.getLogger(__name__)
 PROCESSES = "EPRT_COMPILE_PROCESSES"  # how many at most; 0: each kernel is compiled where it is first needed
 FEWEST = 4  # kernels for which starting processes pays: they import torch first
 MOST_PROCESSES = 32
-PATIENCE = 180.0  # seconds that a process gets for a kernel; the first of each for its start too
+PATIENCE = 180.0  # seconds without news of any process
 _MARK = "eprt-compiled"
 _WORKER = "from eprt.compile_ahead import serve; serve()"
+_NUMBER = 4  # bytes of a job's number
+_COMPILED, _THERE = "compiled", "another process of this host compiled it"
 _along: list[Specialization] = []  # what the next `compile_ahead` compiles beside its own
+_started: list[Compilation] = []  # what it waits for
 
 
 def compile_ahead(
@@ -52,23 +54,37 @@ def compile_ahead(
         begin, share: of all processes of this host that call this with the same kernels at the same time: where this
             one's part of the kernels begins, 0 to 1, and what part of the processors it takes, at least a GPU's.
     """
+    _wait()  # before asking what is left
+    start_compiling(warmup, device, begin=begin, share=share)
+    _wait()
+    warmup()
+
+
+def _wait() -> None:
+    while _started:
+        _started.pop().wait()
+
+
+def start_compiling(
+    warmup: Callable[[], object], device: torch.device, *, begin: float = 0.0, share: float = 1.0
+) -> None:
+    """Starts to compile what `warmup` needs, as `compile_ahead` does, and returns: the next `compile_ahead` of any
+    layer waits for it. Where nothing can be started, it says so in the log, and `warmup` compiles."""
     processes = _processes(max(share, 1 / max(1, torch.cuda.device_count())))
     if INTERPRETED or device.type != "cuda" or processes < 2:
-        warmup()
         return
     with recording() as found:
         warmup()
     try:
-        compile_all(found + _along, Device.of(device), processes, begin=begin)
+        _started.append(Compilation(found + _along, Device.of(device), processes, begin=begin))
     except Exception:  # it saves time: without it the warm-up does the same
         logger.warning("eprt: kernels aren't compiled ahead, but each when it is first needed", exc_info=True)
-    warmup()
 
 
 @contextmanager
-def compiled_along(warmup: Callable[[], object]) -> Iterator[None]:
+def compiled_along(warmup: Callable[[], object], *, load: bool = True) -> Iterator[None]:
     """Has a `compile_ahead` of the block also compile what `warmup` needs: alone it would be too little to start
-    processes for. The kernels are loaded when the block ends."""
+    processes for. The kernels are loaded when the block ends, if at all."""
     if INTERPRETED:
         yield
         return
@@ -79,7 +95,7 @@ def compiled_along(warmup: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         _along.clear()
-    for each in found:
+    for each in found if load else ():
         each.load()
 
 
@@ -89,38 +105,52 @@ def _processes(share: float) -> int:
     return min(most, int(len(os.sched_getaffinity(0)) * share))
 
 
-def compile_all(
-    found: list[Specialization], target: Device, processes: int, *, begin: float = 0.0, fewest: int = FEWEST
-) -> int:
-    """Compiles what isn't in the cache yet; returns how many kernels that were. What isn't compiled, as a process died,
-    took longer than `PATIENCE` or met an error, is left to its first use, which raises the error; a warning says so.
+class Compilation:
+    """Kernels that aren't in the cache yet, while other processes compile them. What isn't compiled, as a process died,
+    nothing was heard of any for `PATIENCE`, or one met an error, is left to its first use, which raises the error.
 
     Args:
         begin: the part of the kernels that comes last, 0 to 1.  fewest: kernels for which processes are started.
     """
-    start = time.monotonic()
-    with shared_cache():
-        jobs = {mark: spec for spec in found if (mark := _mark(spec, target))}
-        # The longest first: warp-specialized kernels, then those with many constants.
-        costs = {mark: (spec.kernel.is_gluon(), len(str(spec.named))) for mark, spec in jobs.items()}
-        todo = [mark for mark in sorted(jobs, key=costs.__getitem__, reverse=True) if not _marked(mark)]
-        if len(todo) < fewest:
+
+    def __init__(
+        self, found: list[Specialization], target: Device, processes: int, *, begin: float = 0.0, fewest: int = FEWEST
+    ) -> None:
+        self._first: subprocess.Popen[bytes] | None = None
+        with shared_cache():
+            jobs = {mark: spec for spec in found if (mark := _mark(spec, target))}
+            # The longest first: warp-specialized kernels, then those with many constants.
+            costs = {mark: (spec.kernel.is_gluon(), len(str(spec.named))) for mark, spec in jobs.items()}
+            todo = [mark for mark in sorted(jobs, key=costs.__getitem__, reverse=True) if not _marked(mark)]
+            self._count = len(todo)
+            if len(todo) < fewest:
+                return
+            processes = min(processes, len(todo))
+            logger.info("eprt: compiling %d kernels in %d processes", len(todo), processes)
+            first = int(len(todo) * begin)
+            queue = [(mark, _pickled(jobs[mark])) for mark in todo[first:] + todo[:first]]
+            self._first = _start(target, queue, sorted({jobs[mark].kernel.fn.__module__ for mark in todo}), processes)
+        self._begun = time.monotonic()
+
+    def wait(self) -> int:
+        """Returns how many kernels were compiled here; a warning says what is left."""
+        if self._first is None:
             return 0
-        processes = min(processes, len(todo))
-        logger.info("eprt: compiling %d kernels in %d processes", len(todo), processes)
-        first = int(len(todo) * begin)
-        queue = iter([(mark, _pickled(jobs[mark])) for mark in todo[first:] + todo[:first]])  # of all threads
-        modules = {jobs[mark].kernel.fn.__module__ for mark in todo}
-        failures: list[str] = []
-        # The processes end first: else threads would wait for them when this one is interrupted.
-        with ThreadPoolExecutor(processes) as threads, _workers(target, modules, processes) as workers:
-            done = sum(threads.map(partial(_drain, queue, failures), workers))
-        left = sum(not _marked(mark) for mark in todo)
-    logger.info("eprt: compiled %d kernels in %.1f s", done, time.monotonic() - start)
-    if left:
-        why = " ".join("; ".join(failures).split())[:400]
-        logger.warning("eprt: %d of %d kernels are left to be compiled at their first use: %s", left, len(todo), why)
-    return done
+        waited = time.monotonic()
+        with self._first as first:
+            try:
+                answers, failures = _answers(first, self._count)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(first.pid, signal.SIGKILL)  # what is at work yet, with the compilers that it runs
+        done, now = answers.count(_COMPILED), time.monotonic()
+        logger.info("eprt: compiled %d kernels in %.1f s, waited %.1f s", done, now - self._begun, now - waited)
+        if left := self._count - len(answers):
+            why = " ".join("; ".join(failures).split())[:400]
+            logger.warning(
+                "eprt: %d of %d kernels are left to be compiled at their first use: %s", left, self._count, why
+            )
+        return done
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
@@ -145,8 +175,14 @@ def _mark(spec: Specialization, target: Device) -> str:
     if function.__module__ == "__main__" or getattr(module, function.__name__, None) is not spec.kernel:
         return ""
     name_callees_first(spec.kernel)
-    text = f"{triton.__version__} {spec.kernel.cache_key} {target.sm} {spec.arguments} {spec.named}"
+    arguments = [_described(each) for each in spec.arguments]
+    text = f"{triton.__version__} {spec.kernel.cache_key} {target.sm} {arguments} {spec.named}"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(argument: Any) -> Any:
+    """Returns a tensor descriptor without the tensor, whose text follows torch's default dtype; others as they are."""
+    return {**vars(argument), "base": argument.base.dtype} if hasattr(argument, "block_shape") else argument
 
 
 def _marked(mark: str) -> bool:
@@ -156,55 +192,38 @@ def _marked(mark: str) -> bool:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _workers(target: Device, modules: set[str], count: int) -> Iterator[list[socket.socket]]:
-    """Starts `count` processes that compile jobs, and yields what connects to each. One more imports what all need,
-    some seconds' work, and forks them. They end with the block, or when this process is gone and they would answer."""
-    pairs = [socket.socketpair() for _ in range(count)]
-    theirs = [each.fileno() for _, each in pairs]
+def _start(
+    target: Device, jobs: list[tuple[str, bytes]], modules: list[str], processes: int
+) -> subprocess.Popen[bytes]:
+    """Starts a process that imports what all need, some seconds' work, and forks those which compile. They end after
+    the last job, or when this process is gone and they would answer."""
     # Forked are neither a driver's state nor locks of other threads, as a library of linear algebra starts.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command, nowhere = [sys.executable, "-c", _WORKER, str(target.sm), ",".join(map(str, theirs))], subprocess.DEVNULL
-    with subprocess.Popen(
-        [*command, *sorted(modules)], stdin=nowhere, stdout=nowhere, stderr=nowhere, env=environment, pass_fds=theirs,
-        start_new_session=True,
-    ) as first:  # fmt: skip
-        try:
-            for own, other in pairs:
-                other.close()
-                own.settimeout(PATIENCE)
-            yield [own for own, _ in pairs]
-        finally:
-            for own, _ in pairs:
-                with suppress(OSError):
-                    own.shutdown(socket.SHUT_RDWR)  # no more jobs; a thread that waits for an answer goes on
-            with suppress(subprocess.TimeoutExpired):
-                first.wait(2.0)
-            with suppress(ProcessLookupError):
-                os.killpg(first.pid, signal.SIGKILL)  # what is at work yet, with the compilers that it runs
-            for own, _ in pairs:
-                own.close()
+    with tempfile.TemporaryFile() as given:
+        pickle.dump((target.sm, processes, modules, jobs), given)
+        given.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-c", _WORKER], stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
 
 
-def _drain(jobs: Iterator[tuple[str, bytes]], failures: list[str], worker: socket.socket) -> int:
-    """Has a process compile jobs until none is left or it doesn't answer. Returns how many it compiled."""
-    done, answers = 0, worker.makefile("rb")
-    for mark, job in jobs:
-        if _marked(mark):
-            continue
-        try:
-            worker.sendall(pickle.dumps(job))
-            failure = pickle.load(answers)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            failures.append(f"a process didn't answer: {error!r}")
+def _answers(first: subprocess.Popen[bytes], count: int) -> tuple[list[str], list[str]]:
+    """Returns what processes said of kernels that are in the cache now, and why others aren't, when all have ended."""
+    stream: Any = first.stdout
+    poll, text, ended = select.poll(), b"", f"nothing was heard for {PATIENCE:.0f} s"
+    poll.register(stream, select.POLLIN)
+    while poll.poll(PATIENCE * 1000):
+        part = os.read(stream.fileno(), 1 << 16)
+        if not part:
+            ended = "a process ended"
             break
-        if failure:
-            failures.append(failure)
-            continue
-        get_cache_manager(mark).put("", _MARK, binary=False)
-        done += 1
-    return done
+        text += part
+    lines = text.decode(errors="replace").splitlines()
+    good = [line for line in lines if line in (_COMPILED, _THERE)]
+    failures = [line for line in lines if line not in (_COMPILED, _THERE)]
+    return good, failures if len(lines) == count else [*failures, ended]
 
 
 class _NamedTarget:
@@ -229,41 +248,40 @@ def compile_for(sm: int) -> None:
 
 
 def serve() -> None:
-    """Compiles jobs for the target that argv names, in a process for each of the sockets that argv names next; then
-    come the modules of the kernels."""
-    sm, descriptors, *modules = sys.argv[1:]
-    sockets = [socket.socket(fileno=int(each)) for each in descriptors.split(",")]
-    compile_for(int(sm))
+    """Compiles the jobs that stdin names, in several processes, and answers each with a line."""
+    sm, processes, modules, jobs = pickle.load(sys.stdin.buffer)
+    os.nice(10)  # whoever started this may load a model meanwhile
+    answers = os.dup(1)
+    os.dup2(2, 1)  # compilers may write
+    compile_for(sm)
     for module in modules:
         importlib.import_module(module)
     triton_key()  # a hash of all of Triton, remembered
-    for index, own in enumerate(sockets):
+    numbers, written = os.pipe()
+    os.write(written, b"".join(number.to_bytes(_NUMBER, "little") for number in range(len(jobs))))
+    os.close(written)
+    for _ in range(processes):
         if os.fork() == 0:
-            for other in sockets[index + 1 :]:
-                other.close()  # else it would stay open when the process that it is for has died
             try:
-                _answer(own.makefile("rwb"))
+                while number := os.read(numbers, _NUMBER):  # the next that no process has
+                    os.write(answers, f"{_compile(*jobs[int.from_bytes(number, 'little')])}\n".encode())
             finally:
                 os._exit(0)
-        own.close()
-    for _ in sockets:
+    for _ in range(processes):
         os.wait()
+    os._exit(0)  # the interpreter's own end takes half a second
 
 
-def _answer(jobs: BufferedRWPair) -> None:
-    """Compiles the jobs that come, and answers each with an error's text, empty if there was none."""
-    while True:
-        try:
-            job = pickle.load(jobs)
-        except EOFError:
-            return
-        answer = ""
-        try:
-            _build_launcher(_specialization(job).compile())
-        except Exception as error:  # noqa: BLE001  (of any compiler stage; the kernel's first use raises it again)
-            answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, jobs)
-        jobs.flush()
+def _compile(mark: str, job: bytes) -> str:
+    """Compiles a kernel and marks it in the cache. Returns what became of it, in one line."""
+    if _marked(mark):
+        return _THERE
+    try:
+        _build_launcher(_specialization(job).compile())
+        get_cache_manager(mark).put("", _MARK, binary=False)
+    except Exception as error:  # noqa: BLE001  (of any compiler stage; the kernel's first use raises it again)
+        return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    return _COMPILED
 
 
 def _build_launcher(kernel: Any) -> None:

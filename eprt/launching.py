@@ -109,9 +109,9 @@ class CachedKernel:
 
     def _load(self) -> Callable[..., None]:
         active: Any = driver.active
-        with torch.cuda.device(self._where):
+        with torch.cuda.device(self._where), shared_cache():
             self._kernel = self._specialization.compile()
-            self._kernel[(1, 1, 1)]  # loads it
+            self._kernel[(1, 1, 1)]  # loads it, and before Triton 3.7 builds what launches it unless that is cached
             self._device: int = active.get_current_device()
         # What CompiledKernel's own launcher does, without what it finds anew each time.
         self._function, self._metadata = self._kernel.function, self._kernel.packed_metadata

@@ -29,7 +29,7 @@ OURS = "triton_grouped"  # whose kernels Triton compiles
 
 def warm(arguments: Warm, terminal: Terminal) -> int:
     """Compiles what isn't in Triton's cache yet. Returns 0."""
-    from eprt.compile_ahead import compile_all
+    from eprt.compile_ahead import Compilation
 
     parallel, runtime, device = arguments.parallel, arguments.runtime, Device.parse(arguments.device)
     kinds = kinds_of_layers(model_config(arguments.model))
@@ -41,7 +41,7 @@ def warm(arguments: Warm, terminal: Terminal) -> int:
             continue
         found = _kernels(config, parallel, runtime, plan, device)
         terminal.note(f"eprt warm: {len(found)} kernels of {config.num_experts} experts in {config.weight_format}")
-        compiled += compile_all(found, device, processes=len(os.sched_getaffinity(0)), fewest=1)
+        compiled += Compilation(found, device, len(os.sched_getaffinity(0)), fewest=1).wait()
         needed += len(found)
     seconds = round(time.monotonic() - start, 1)
     terminal.say(f"{arguments.model} on {device}: {needed} kernels, {compiled} of them compiled now, in {seconds} s")

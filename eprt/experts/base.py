@@ -161,6 +161,9 @@ class Executor(ABC):
             top_k: K of the FlatTokens to come, where a dispatcher pads the model's; None: the model's top-k.
         """
 
+    def start_compiling(self, max_rows: int, top_k: int | None = None) -> None:
+        """Start to compile in other processes what `warmup` with the same arguments needs. Default: nothing."""
+
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         """What was prepared from the weights, by name, slot by slot: what takes an expert from one slot to another.
 
@@ -275,7 +278,7 @@ class PreparedExecutor(Executor):
     def _try_flat(self, rows: int, choices: int, expert: int) -> None:
         """Makes every kind of call with `rows` FlatTokens whose choices all name `expert`, so that it is compiled."""
         ids = torch.full((rows, choices), expert, dtype=torch.int32, device=self.device)
-        weights = torch.ones(rows, choices, device=self.device)
+        weights = torch.ones(rows, choices, dtype=torch.float32, device=self.device)
         for dtype, every_row in product((torch.bfloat16, torch.float32), (True, False)):
             hidden = torch.zeros(rows, self.config.hidden_size, dtype=dtype, device=self.device)
             self(FlatTokens(Payload.plain(hidden), ids, weights, self.shard.num_experts, every_row))
@@ -287,7 +290,7 @@ class PreparedExecutor(Executor):
         ids %= config.num_experts
         ids[:, config.top_k :] = config.num_experts
         hidden = torch.zeros((rows, config.hidden_size), dtype=torch.bfloat16, device=self.device)
-        weights = torch.ones(ids.shape, device=self.device)
+        weights = torch.ones(ids.shape, dtype=torch.float32, device=self.device)
         return FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts)
 
     def _try_expert_major(self, rows: int, valid: int) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from eprt.layer.loading import ExpertLoading
 from eprt.layer.parts import check_kinds, check_parts
 from eprt.layer.rounds import Given, LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slots import ChosenSlots, Slices
+from eprt.layer.warming import compile_kernels
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
-from eprt.routing import warmup as warmup_routing
 from eprt.support import Device
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
@@ -195,16 +194,7 @@ class ExpertParallelMoE(nn.Module):
     def warmup(self) -> None:
         """Compiles and allocates all that a call needs. Collective; called by `World.warmup(layer)`."""
         self.dispatcher.warmup()
-        top_k, logits = self.dispatcher.spec.padded_top_k(self.config.top_k), self.executor.takes_logits
-        what = self.config, self.router, self.dispatcher.capacity.max_tokens_per_rank, self.world.device
-        routing = partial(warmup_routing, *what, logits=logits)
-        with ExitStack() as stack:
-            if self.world.device.type == "cuda":
-                from eprt.compile_ahead import compiled_along  # needs Triton
-
-                stack.enter_context(compiled_along(routing))
-            self.executor.warmup(self.dispatcher.max_rows(), top_k)
-        routing()
+        compile_kernels(self, wait=True)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         if self._slices.several:
             self._slices.whole(row, self.world.parallel.attention_tp_size)
@@ -212,6 +202,11 @@ class ExpertParallelMoE(nn.Module):
         self._used = True
         if self.graphs is not None:
             self.graphs.capture()
+
+    def start_compiling(self) -> None:
+        """Starts to compile in other processes what `warmup`, which waits for them, needs; call it where there is still
+        much to load. Not collective."""
+        compile_kernels(self, wait=False)
 
     def load_experts(
         self, weights: ExpertWeights | None, experts: Sequence[int] | None = None, *, agree: bool = True

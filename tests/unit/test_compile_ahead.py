@@ -8,7 +8,9 @@ import os
 import select
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,15 +37,12 @@ SM90 = Device("cuda", 90)
 META = torch.device("meta")
 
 
-FIRST_DIES = """
-import itertools, os
-from eprt.compile_ahead import serve
-number, fork = itertools.count(), os.fork
-def dying():
-    first, child = next(number) == 0, fork()
-    return os._exit(3) if first and child == 0 else child
-os.fork = dying
-serve()
+ONE_DIES = """
+import os
+from eprt import compile_ahead
+plain = compile_ahead._compile
+compile_ahead._compile = lambda mark, job: os._exit(3) if b"float32" in job else plain(mark, job)
+compile_ahead.serve()
 """
 NEVER_ANSWERS = """
 import os, subprocess, time
@@ -84,9 +83,9 @@ def launched_nowhere(monkeypatch):
     return found
 
 
-def copy_of(dtype):
+def copy_of(dtype, width=64):
     """A small kernel."""
-    named = {"K": 2, "K_PAD": 2, "BLOCK_H": 64}
+    named = {"K": 2, "K_PAD": 2, "BLOCK_H": width}
     return Specialization(_copy_rows, (dtype, dtype, torch.int32, 16), named)
 
 
@@ -115,7 +114,7 @@ def test_a_warm_up_compiles_nothing_after_eprt_warm(tmp_path, launched_nowhere):
 
 def test_tools_that_inductor_sets_in_this_process_change_no_key(tmp_path, launched_nowhere):
     """torch.compile has Triton use CUDA's own device library from then on; kernels compiled ahead are still found."""
-    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 1, fewest=1) == 1
+    assert compile_ahead.Compilation([copy_of(torch.bfloat16)], SM90, 1, fewest=1).wait() == 1
     library = tmp_path / "nvvm" / "libdevice" / "libdevice.10.bc"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"another version")
@@ -124,6 +123,24 @@ def test_tools_that_inductor_sets_in_this_process_change_no_key(tmp_path, launch
         copy_of(torch.bfloat16).compile()
         assert knobs.nvidia.libdevice_path == str(library)
     assert launched_nowhere == [True]
+
+
+def test_a_layer_needs_the_same_kernels_whatever_the_default_dtype():
+    """vLLM has another while it builds the model than in its first step."""
+
+    def marks(default):
+        before = torch.get_default_dtype()
+        with compiled_for(SM90), recording() as found:
+            executor = an_executor()
+            torch.set_default_dtype(default)
+            try:
+                executor.warmup(4096)
+                return {compile_ahead._mark(each, SM90) for each in found}
+            finally:
+                torch.set_default_dtype(before)
+
+    known = marks(torch.float32)
+    assert known >= marks(torch.bfloat16)  # without those that all layers of this process share
 
 
 def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch):
@@ -184,16 +201,16 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_its_first_use(monkeypatch):
     """Others are compiled all the same, each once; what isn't marked is tried again."""
     wrong = Specialization(_copy_rows, (torch.int32,), {"K": 2})
     todo = [copy_of(torch.bfloat16), wrong, copy_of(torch.float32), copy_of(torch.float32)]
-    assert compile_ahead.compile_all(todo, SM90, 2, fewest=1) == 2
-    assert compile_ahead.compile_all(todo, SM90, 2, fewest=1) == 0
-    assert compile_ahead.compile_all(todo, SM90, 2, fewest=2) == 0, "no process for one kernel"
+    assert compile_ahead.Compilation(todo, SM90, 2, fewest=1).wait() == 2
+    assert compile_ahead.Compilation(todo, SM90, 2, fewest=1).wait() == 0
+    assert compile_ahead.Compilation(todo, SM90, 2, fewest=2).wait() == 0, "no process for one kernel"
 
 
 def test_what_a_warm_up_of_its_own_would_compile_alone_goes_along(monkeypatch):
     """Once, by the next warm-up; it is loaded before the other goes on."""
     steps = []
     monkeypatch.setattr(CachedKernel, "_load", lambda kernel: steps.append(kernel._dtypes[0]))
-    monkeypatch.setattr(compile_ahead, "compile_all", lambda found, *_, **__: steps.append(len(found)))
+    monkeypatch.setattr(compile_ahead, "Compilation", lambda found, *_, **__: steps.append(len(found)) or Mock())
     monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)
     monkeypatch.setattr(compile_ahead, "INTERPRETED", False)
     monkeypatch.setattr(Device, "of", lambda _: SM90)
@@ -216,15 +233,53 @@ def test_what_a_warm_up_of_its_own_would_compile_alone_goes_along(monkeypatch):
     assert steps == [*both, *both, 2, torch.int32, torch.int64, "experts"]
 
 
+@pytest.fixture
+def as_on_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)
+    monkeypatch.setattr(compile_ahead, "INTERPRETED", False)
+    monkeypatch.setattr(Device, "of", lambda _: SM90)
+
+
+def test_a_warm_up_that_began_early_is_waited_for(as_on_a_hopper_gpu, launched_nowhere, caplog):
+    """What other processes are at work on isn't compiled again, and what is new is."""
+    caplog.set_level("INFO")
+    needed = [copy_of(torch.bfloat16, width) for width in (16, 32, 64, 128)]
+    warmup = lambda: [CachedKernel(_copy_rows, META, each.arguments, each.named) for each in needed]  # noqa: E731
+    with compiled_for(SM90):
+        compile_ahead.start_compiling(warmup, torch.device("cuda"))
+        assert launched_nowhere == []
+        needed += [copy_of(torch.float32, width) for width in (16, 32, 64, 128)]
+        compile_ahead.compile_ahead(warmup, torch.device("cuda"))
+    assert launched_nowhere == [True] * 8
+    said = [each.message.split(" in ")[0] for each in caplog.records]
+    assert said == [f"eprt: {what} 4 kernels" for what in ("compiling", "compiled") * 2]
+
+
+def test_what_launches_a_kernel_lies_where_the_kernel_does(tmp_path, monkeypatch):
+    """Triton before 3.7 builds it when the kernel is loaded. A cache of Inductor's hasn't those built ahead."""
+    seen = []
+    inductors = tmp_path / "triton" / "0"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(inductors))
+    kernel = type("Kernel", (Mock,), {"__getitem__": lambda *_: seen.append(os.environ.get("TRITON_CACHE_DIR"))})()
+    monkeypatch.setattr(Specialization, "compile", lambda _: kernel)
+    monkeypatch.setattr(driver, "_active", Mock())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", int, raising=False)
+    CachedKernel(_copy_rows, torch.device("cpu"), (torch.int32,), {"K": 2})
+    assert seen == [None]
+    assert os.environ["TRITON_CACHE_DIR"] == str(inductors)
+
+
 def test_a_worker_that_dies_is_no_error(monkeypatch):
     monkeypatch.setattr(compile_ahead, "_WORKER", "raise SystemExit(3)")
-    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 3, fewest=1) == 0
+    assert compile_ahead.Compilation([copy_of(torch.bfloat16)], SM90, 3, fewest=1).wait() == 0
 
 
 def test_one_of_several_workers_that_dies_leaves_the_rest_to_the_others(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_WORKER", FIRST_DIES)
+    monkeypatch.setattr(compile_ahead, "_WORKER", ONE_DIES)
     todo = [copy_of(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
-    assert compile_ahead.compile_all(todo, SM90, 2, fewest=1) == 2, "but for the job that the first had"
+    assert compile_ahead.Compilation(todo, SM90, 2, fewest=1).wait() == 2, "but for the job that it had"
 
 
 @pytest.fixture
@@ -238,10 +293,10 @@ def seen(tmp_path, monkeypatch):
 def test_a_compiler_that_never_ends_is_given_up_and_ended(monkeypatch, seen, caplog):
     monkeypatch.setattr(compile_ahead, "_WORKER", NEVER_ANSWERS)
     monkeypatch.setattr(compile_ahead, "PATIENCE", 5.0)
-    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 1, fewest=1) == 0
+    assert compile_ahead.Compilation([copy_of(torch.bfloat16)], SM90, 1, fewest=1).wait() == 0
     (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert "1 of 1 kernels are left to be compiled at their first use" in warning
-    assert "TimeoutError" in warning
+    assert "nothing was heard for 5 s" in warning
     for process in seen.read_text().split():
         assert ends_within(10.0, int(process))
 
@@ -264,25 +319,21 @@ def test_what_is_forked_has_one_thread_and_asked_for_no_gpu(monkeypatch, seen):
     kernels = [path for path, text in texts.items() if "triton.jit" in text or "gluon.jit" in text]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in kernels]
     assert len(modules) > 8
-    workers = compile_ahead._workers
+    start = compile_ahead._start
     monkeypatch.setattr(compile_ahead, "_WORKER", WHAT_IS_FORKED)
-    monkeypatch.setattr(compile_ahead, "_workers", lambda target, _, count: workers(target, set(modules), count))
+    monkeypatch.setattr(compile_ahead, "_start", lambda target, jobs, _, count: start(target, jobs, modules, count))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert compile_ahead.compile_all([copy_of(torch.bfloat16)], SM90, 1, fewest=1) == 1
+    assert compile_ahead.Compilation([copy_of(torch.bfloat16)], SM90, 1, fewest=1).wait() == 1
     assert seen.read_text().split() == ["1", "[]", "False"]
 
 
-@pytest.mark.parametrize("fails", ["Popen", "socketpair"])
-def test_a_warm_up_goes_on_where_no_process_can_be_started(monkeypatch, caplog, fails):
+@pytest.mark.parametrize("fails", ["Popen", "TemporaryFile"])
+def test_a_warm_up_goes_on_where_no_process_can_be_started(as_on_a_hopper_gpu, monkeypatch, caplog, fails):
     def refused(*_, **__):
         raise OSError(11, "Resource temporarily unavailable")
 
-    module = {"Popen": compile_ahead.subprocess, "socketpair": compile_ahead.socket}[fails]
+    module = {"Popen": compile_ahead.subprocess, "TemporaryFile": compile_ahead.tempfile}[fails]
     monkeypatch.setattr(module, fails, refused)
-    monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)
-    monkeypatch.setattr(compile_ahead, "INTERPRETED", False)
-    monkeypatch.setattr(compile_ahead, "FEWEST", 1)
-    monkeypatch.setattr(Device, "of", lambda _: SM90)
     loaded = []
     monkeypatch.setattr(CachedKernel, "_load", lambda kernel: loaded.append(kernel._dtypes[0]))
     with compiled_for(SM90):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,6 +175,21 @@ def test_experts_lie_where_a_placement_file_says(pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight_format", ["bf16", "mxfp4", "nvfp4", "fp8_block"])
 def test_experts_of_every_format_travel_whole(pools, weight_format: str) -> None:
     assert pools(2).run(jobs.spread_experts, weight_format=weight_format) == [[], []]
+
+
+def test_kernels_compile_while_vllm_loads_what_comes_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first layer of each kind."""
+    started: list[tuple[str, int]] = []
+
+    def layer(config: str, *_: Any, layer: int, **__: Any) -> Mock:
+        return Mock(config=config, start_compiling=lambda: started.append((config, layer)))
+
+    monkeypatch.setattr("eprt.integrations.engine.state.ExpertParallelMoE", layer)
+    state = PluginState()
+    for number, config in enumerate(["wide", "wide", "narrow", "wide"]):
+        state.build(Mock(config=config, number=number, placement=None), Mock())
+    assert started == [("wide", 0), ("narrow", 2)]
+    assert len(state.cold) == 4
 
 
 def test_no_version_of_vllm_is_kept_from_starting(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -111,7 +111,9 @@ class TrtllmGenExecutor(PreparedExecutor):
             self(tokens)
             if _whole(self.shard) and self.takes_logits:
                 ids = tokens.ids[:, : self.config.top_k].long()
-                logits = torch.zeros((max_rows, self.config.num_experts), device=self.device).scatter_(1, ids, 1.0)
+                logits = torch.zeros(
+                    (max_rows, self.config.num_experts), dtype=torch.float32, device=self.device
+                ).scatter_(1, ids, 1.0)
                 self.run_logits(tokens.hidden, logits)
 
 

@@ -10,6 +10,7 @@ all (`few_triton`), unless they are to be FP8.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
@@ -165,9 +166,17 @@ class TritonGroupedExecutor(PreparedExecutor):
         """Compiles every schedule that up to `max_rows` rows can need, many at once. Nothing is tuned."""
         from eprt.compile_ahead import compile_ahead
 
+        self._compile(compile_ahead, max_rows, top_k)
+
+    def start_compiling(self, max_rows: int, top_k: int | None = None) -> None:
+        from eprt.compile_ahead import start_compiling
+
+        self._compile(start_compiling, max_rows, top_k)
+
+    def _compile(self, how: Callable[..., None], max_rows: int, top_k: int | None) -> None:
         E, shard = self.shard.num_experts, self.shard
         attempt = partial(self._try_all, max_rows, top_k)
-        compile_ahead(attempt, self.device, begin=shard.first_expert / E, share=shard.num_local_experts / E)
+        how(attempt, self.device, begin=shard.first_expert / E, share=shard.num_local_experts / E)
 
     def _try_all(self, max_rows: int, top_k: int | None) -> None:
         """Makes every kind of call of up to `max_rows` rows."""

@@ -77,7 +77,7 @@ class Place:
         ids = torch.empty(0, dtype=torch.int64, device=layer.world.device)
         routing = None
         if layer.router is None:
-            none = torch.empty(0, layer.config.top_k, device=layer.world.device)
+            none = torch.empty(0, layer.config.top_k, dtype=torch.float32, device=layer.world.device)
             routing = TopK(none.to(torch.int32), none)
         self._call(nothing, routing, ids if layer.config.routing.method == "hash" else None)
 
