@@ -6,9 +6,12 @@ Kernels are compiled for an H200, which needs no GPU; the launch itself is recor
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +26,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from eprt.launching import CachedKernel, like, shared_cache, starts_aligned
+from eprt.launching import CachedKernel, like, name_callees_first, shared_cache, starts_aligned
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
+ROOT = Path(__file__).parents[2]
 DEVICE, STREAM = 78, 5  # no other test's
 
 
@@ -86,6 +91,22 @@ def test_what_the_cache_knows_kernels_by_does_not_depend_on_their_order():
     found = [subprocess.check_output([sys.executable, "-c", NAMES, order], text=True).split() for order in ("1", "-1")]
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
+
+
+def test_no_kernel_sees_two_constants_of_one_name():
+    """Triton before 3.9 has them in a kernel's key in the order of their modules' addresses: half of all processes
+    would find nothing of what another compiled."""
+    texts = {path: path.read_text() for path in (ROOT / "eprt").rglob("*.py")}
+    paths = [path for path, text in texts.items() if re.search(r"@(triton|gluon)\.jit", text)]
+    modules = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
+    kernels = {each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)}
+    assert len(kernels) > 100
+    for kernel in kernels:
+        name_callees_first(kernel)
+        seen = {}
+        for (name, _), (value, _) in kernel.used_global_vals.items():
+            if isinstance(value, tl.constexpr):
+                assert str(seen.setdefault(name, value)) == str(value), f"{kernel.__name__} sees two {name}"
 
 
 def test_a_prepared_launch_is_tritons_own_without_its_search(runs):

@@ -10,7 +10,7 @@ from triton import knobs
 
 from eprt.experts.grouped.four_bit import ROW_PAIRS, UNIT, UNIT_WORDS
 
-_SELECT = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
+_PERMUTE = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # PTX is for GPUs only
 # E4M3 of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6, where 0.5 has exponent field 1; and what one field more adds, over 8.
 _LOW, _HIGH = tl.constexpr(0x14100800), tl.constexpr(0x24201C18)
@@ -33,7 +33,7 @@ def _selected(low, high, selector):
     if _INTERPRETED:
         first = _byte_of(low, high, selector, 0) | _byte_of(low, high, selector, 1)
         return first | _byte_of(low, high, selector, 2) | _byte_of(low, high, selector, 3)
-    return tl.inline_asm_elementwise(_SELECT, "=r,r,r,r", [low, high, selector], tl.uint32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(_PERMUTE, "=r,r,r,r", [low, high, selector], tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
