@@ -73,9 +73,9 @@ def start_compiling(
     processes = _processes(max(share, 1 / max(1, torch.cuda.device_count())))
     if INTERPRETED or device.type != "cuda" or processes < 2:
         return
-    with recording() as found:
-        warmup()
     try:
+        with recording() as found:
+            warmup()
         _started.append(Compilation(found + _along, Device.of(device), processes, begin=begin))
     except Exception:  # it saves time: without it the warm-up does the same
         logger.warning("eprt: kernels aren't compiled ahead, but each when it is first needed", exc_info=True)
@@ -130,7 +130,6 @@ class Compilation:
             first = int(len(todo) * begin)
             queue = [(mark, _pickled(jobs[mark])) for mark in todo[first:] + todo[:first]]
             self._first = _start(target, queue, sorted({jobs[mark].kernel.fn.__module__ for mark in todo}), processes)
-        self._begun = time.monotonic()
 
     def wait(self) -> int:
         """Returns how many kernels were compiled here; a warning says what is left."""
@@ -143,8 +142,8 @@ class Compilation:
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(first.pid, signal.SIGKILL)  # what is at work yet, with the compilers that it runs
-        done, now = answers.count(_COMPILED), time.monotonic()
-        logger.info("eprt: compiled %d kernels in %.1f s, waited %.1f s", done, now - self._begun, now - waited)
+        done = answers.count(_COMPILED)
+        logger.info("eprt: compiled %d kernels, waited %.1f s for them", done, time.monotonic() - waited)
         if left := self._count - len(answers):
             why = " ".join("; ".join(failures).split())[:400]
             logger.warning(

@@ -203,10 +203,11 @@ class ExpertParallelMoE(nn.Module):
         if self.graphs is not None:
             self.graphs.capture()
 
-    def start_compiling(self) -> None:
-        """Starts to compile in other processes what `warmup`, which waits for them, needs; call it where there is still
-        much to load. Not collective."""
-        compile_kernels(self, wait=False)
+    def start_compiling(self, earlier: Sequence[ExpertParallelMoE] = ()) -> None:
+        """Starts to compile in other processes what `warmup`, which waits for them, needs; not where one of `earlier`
+        needs the same. For a layer after which there is still much to load. Not collective."""
+        if all(other.config != self.config for other in earlier):
+            compile_kernels(self, wait=False)
 
     def load_experts(
         self, weights: ExpertWeights | None, experts: Sequence[int] | None = None, *, agree: bool = True

@@ -19,6 +19,7 @@ from eprt.integrations.engine.ranks import EXIT_S
 from eprt.integrations.vllm import register
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import balance_options
+from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 
@@ -179,17 +180,20 @@ def test_experts_of_every_format_travel_whole(pools, weight_format: str) -> None
 
 def test_kernels_compile_while_vllm_loads_what_comes_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the first layer of each kind."""
-    started: list[tuple[str, int]] = []
+    started: list[tuple[Any, bool]] = []
 
-    def layer(config: str, *_: Any, layer: int, **__: Any) -> Mock:
-        return Mock(config=config, start_compiling=lambda: started.append((config, layer)))
+    class Layer(ExpertParallelMoE):
+        def __init__(self, config: str, *_: Any, **__: Any) -> None:
+            torch.nn.Module.__init__(self)
+            self.config: Any = config
 
-    monkeypatch.setattr("eprt.integrations.engine.state.ExpertParallelMoE", layer)
+    monkeypatch.setattr("eprt.integrations.engine.state.ExpertParallelMoE", Layer)
+    monkeypatch.setattr("eprt.layer.compile_kernels", lambda layer, wait: started.append((layer.config, wait)))
     state = PluginState()
-    for number, config in enumerate(["wide", "wide", "narrow", "wide"]):
-        state.build(Mock(config=config, number=number, placement=None), Mock())
-    assert started == [("wide", 0), ("narrow", 2)]
-    assert len(state.cold) == 4
+    for config in ("wide", "wide", "narrow", "wide"):
+        state.build(Mock(config=config, placement=None), Mock())
+    assert started == [("wide", False), ("narrow", False)]
+    assert [layer.config for layer in state.cold] == ["wide", "wide", "narrow", "wide"]
 
 
 def test_no_version_of_vllm_is_kept_from_starting(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

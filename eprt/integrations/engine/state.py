@@ -160,8 +160,7 @@ class EngineState:
             layer = ExpertParallelMoE(
                 config, world, experts, runtime=binding.runtime, layer=binding.number, placement=placement
             )
-        if all(layer.config != other.config for other in self.built):
-            layer.start_compiling()  # while the engine loads and compiles what is its own
+        layer.start_compiling(self.built)  # while the engine loads and compiles what is its own
         self.built.append(layer)
         self.cold.append(layer)
         return layer

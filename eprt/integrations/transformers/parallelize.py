@@ -100,7 +100,9 @@ def parallelize(
         require_same_weights(model, world, tuple(f"{family.module_path(number)}." for number in numbers))
         layers: list[ExpertParallelMoE] = []
         for number in numbers:
-            layers.append(_replace_block(model, world, runtime, source, number, placed))
+            layer = _replace_block(model, world, runtime, source, number, placed)
+            layer.start_compiling(layers)
+            layers.append(layer)
             if on_layer is not None:
                 on_layer(len(layers), len(numbers))
     agreement_of(model)

@@ -90,6 +90,7 @@ def spread(
             _install(experts, layer, source.dtype)
             if parts.own_code is not None:
                 use_own_code(layer, experts, parts.own_code)
+            layer.start_compiling(layers)
             layers.append(layer)
             if on_layer is not None:
                 on_layer(len(layers), len(source.modules))
