@@ -8,6 +8,8 @@ launches.
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -178,10 +180,11 @@ def shared_cache() -> Iterator[None]:
 
     Once torch.compile has made a kernel in a process, three variables are Inductor's. TRITON_CACHE_DIR names a folder
     for one GPU only: each rank would compile what the others compile. TRITON_PTXAS_PATH and TRITON_LIBDEVICE_PATH name
-    tools that are part of every kernel's key: nothing that was compiled ahead would be found. The user's stay.
+    tools that are part of every kernel's key: nothing that was compiled ahead would be found. So is
+    TRITON_PTXAS_BLACKWELL_PATH, which FlashInfer sets (Triton 3.9 takes it from sm90 on). The user's stay.
     """
-    chosen = {name: os.environ[name] for name in _INDUCTORS if name in os.environ}
-    dropped = {name: value for name, value in chosen.items() if _INDUCTORS[name](Path(value))}
+    chosen = {name: os.environ[name] for name in _LIBRARIES if name in os.environ}
+    dropped = {name: value for name, value in chosen.items() if _LIBRARIES[name](Path(value))}
     if not dropped:
         yield
         return
@@ -215,9 +218,12 @@ def _inductor_chose(folder: Path) -> bool:
     return folder.is_relative_to(Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(), "triton"))
 
 
-_INDUCTORS: dict[str, Callable[[Path], bool]] = {  # whether a variable's value is what Inductor sets it to
+_LIBRARIES: dict[str, Callable[[Path], bool]] = {  # whether a variable's value is what a library sets it to
     "TRITON_CACHE_DIR": _inductor_chose,
     "TRITON_PTXAS_PATH": lambda path: path == Path(torch.__file__).parent / "bin" / "ptxas",
+    "TRITON_PTXAS_BLACKWELL_PATH": lambda path: (
+        "flashinfer.triton" in sys.modules and str(path) == shutil.which("ptxas")
+    ),
     "TRITON_LIBDEVICE_PATH": lambda path: path.parts[-3:] == ("nvvm", "libdevice", "libdevice.10.bc"),
 }
 

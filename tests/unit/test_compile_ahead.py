@@ -144,16 +144,33 @@ def test_a_layer_needs_the_same_kernels_whatever_the_default_dtype():
     assert known >= marks(torch.bfloat16)  # without those that all layers of this process share
 
 
-def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch):
-    """Inductor names torch's ptxas where torch has one; Triton remembers the version of the first that it asked."""
+TORCHS = str(Path(torch.__file__).parent / "bin" / "ptxas")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "imported", "dropped"),
+    [
+        ("TRITON_PTXAS_PATH", TORCHS, "", True),
+        ("TRITON_PTXAS_PATH", "/opt/ptxas", "", False),
+        ("TRITON_PTXAS_BLACKWELL_PATH", "/usr/bin/ptxas", "flashinfer.triton", True),
+        ("TRITON_PTXAS_BLACKWELL_PATH", "/usr/bin/ptxas", "", False),
+        ("TRITON_PTXAS_BLACKWELL_PATH", "/opt/ptxas", "flashinfer.triton", False),
+    ],
+)
+def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch, name, value, imported, dropped):
+    """Inductor names torch's ptxas where torch has one, FlashInfer the system's; Triton remembers the version of the
+    first that it asked."""
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
-    torchs = Path(torch.__file__).parent / "bin" / "ptxas"
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(torchs))
+    monkeypatch.delitem(sys.modules, "flashinfer.triton", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, imported, Mock())
+    monkeypatch.setattr("shutil.which", {"ptxas": "/usr/bin/ptxas"}.get)
+    monkeypatch.setenv(name, value)
     compiler.get_ptxas_version(90)
     with shared_cache():
-        assert "TRITON_PTXAS_PATH" not in os.environ
-        assert compiler.get_ptxas_version.cache_info().currsize == 0
-    assert os.environ["TRITON_PTXAS_PATH"] == str(torchs)
+        assert (name not in os.environ) == dropped
+        assert (compiler.get_ptxas_version.cache_info().currsize == 0) == dropped
+    assert os.environ[name] == value
 
 
 def an_executor():
