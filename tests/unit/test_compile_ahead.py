@@ -260,7 +260,7 @@ def as_on_a_hopper_gpu(monkeypatch):
 
 def test_a_warm_up_that_began_early_is_waited_for(as_on_a_hopper_gpu, launched_nowhere, caplog):
     """What other processes are at work on isn't compiled again, and what is new is."""
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", compile_ahead.logger.name)
     needed = [copy_of(torch.bfloat16, width) for width in (16, 32, 128, 256)]
     warmup = lambda: [CachedKernel(_copy_rows, META, each.arguments, each.named) for each in needed]  # noqa: E731
     with compiled_for(SM90):
