@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from eprt.support import Device
 
 INTERPRETED = bool(knobs.runtime.interpret)
 INT32 = 1 << 31  # the first number that 32 bits have no room for
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 _ALIGNMENT = 16  # bytes, and the multiple that Triton specialises integers for
 
 Grid = tuple[int, int, int]
@@ -161,7 +161,7 @@ def name_callees_first(kernel: Any, named: set[int] | None = None) -> None:
     Before Triton 3.9 a function's cache key covers the globals of its callees only if these have a key already. The
     order in which a process makes kernels would then decide whether it finds what another process compiled.
     """
-    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    if _TRITON >= (3, 9):
         return
     named = {id(kernel)} if named is None else named
     names = kernel.fn.__code__.co_names
@@ -221,9 +221,8 @@ def _inductor_chose(folder: Path) -> bool:
 _LIBRARIES: dict[str, Callable[[Path], bool]] = {  # whether a variable's value is what a library sets it to
     "TRITON_CACHE_DIR": _inductor_chose,
     "TRITON_PTXAS_PATH": lambda path: path == Path(torch.__file__).parent / "bin" / "ptxas",
-    "TRITON_PTXAS_BLACKWELL_PATH": lambda path: (
-        "flashinfer.triton" in sys.modules and str(path) == shutil.which("ptxas")
-    ),
+    # Children inherit it, so that it doesn't matter whether FlashInfer is imported here. Triton's own is newer.
+    "TRITON_PTXAS_BLACKWELL_PATH": lambda path: _TRITON >= (3, 9) and str(path) == shutil.which("ptxas"),
     "TRITON_LIBDEVICE_PATH": lambda path: path.parts[-3:] == ("nvvm", "libdevice", "libdevice.10.bc"),
 }
 

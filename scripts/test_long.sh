@@ -15,10 +15,9 @@ between_hosts() {
 }
 between_hosts &
 hosts=$!
-# Not by groups: long tests of models would keep one worker busy long after the other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 failed=0
-bash scripts/pytest.sh -m "long and not gpu" --ignore tests/hosts --ignore tests/gpu -n 2 --dist load --durations 12 "$@" ||
+bash scripts/pytest.sh -m "long and not gpu" --ignore tests/hosts --ignore tests/gpu -n 2 --dist loadgroup --durations 12 "$@" ||
   failed=$?
 wait $hosts || failed=$?
 exit $failed

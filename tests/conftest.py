@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import interpreters
 from support.kept_machine_code import Keeping
-from support.long_tests import GROUPS, LONG, SLOW, TRANSFORMERS
+from support.long_tests import GROUPS, LONG, ONE_JOB, SLOW, TRANSFORMERS
 
 from eprt.ranks.launcher import WorldPool
 from eprt.ranks.servers import preload
@@ -65,12 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not hasattr(config, "workerinput") and any(item.path.stem in TRANSFORMERS for item in items):
         preload(*IN_RANKS)
     long = re.compile("|".join(LONG))
-    group = {file: name for name, files in GROUPS.items() for file in files}
+    groups = {file: name for name, files in GROUPS.items() for file in files}
     for item in items:
-        if item.path.stem in group:
-            item.add_marker(pytest.mark.xdist_group(group[item.path.stem]))
-        if long.match(f"{item.path.stem}::{item.name}"):
+        file, group = item.path.stem, groups.get(item.path.stem)
+        if long.match(f"{file}::{item.name}"):
             item.add_marker("long")
+        if item.get_closest_marker("long"):
+            group = file if file in ONE_JOB else None
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 

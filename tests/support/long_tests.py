@@ -78,7 +78,11 @@ TRANSFORMERS = (
     "test_page_code",
 )
 
-# Files whose tests take from each other what a process makes or imports once: one worker has all of a group.
+# A long file whose tests all read what one job of ranks found: one worker has them. Of other long files each test goes
+# to whichever worker is free, else one would have all models long after the others have ended.
+ONE_JOB = ("test_families",)
+
+# Files whose short tests take from each other what a process makes or imports once: one worker has all of a group.
 GROUPS = {
     "models": (*TRANSFORMERS, "test_transformers", "test_models", "test_model_dialects", "test_compressed_tensors"),
     "cases": ("test_matrix", "test_bad_input", "test_payload_scale", "test_mutations", "test_sm100_pairs"),

@@ -148,22 +148,20 @@ TORCHS = str(Path(torch.__file__).parent / "bin" / "ptxas")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "imported", "dropped"),
+    ("name", "value", "version", "dropped"),
     [
-        ("TRITON_PTXAS_PATH", TORCHS, "", True),
-        ("TRITON_PTXAS_PATH", "/opt/ptxas", "", False),
-        ("TRITON_PTXAS_BLACKWELL_PATH", "/usr/bin/ptxas", "flashinfer.triton", True),
-        ("TRITON_PTXAS_BLACKWELL_PATH", "/usr/bin/ptxas", "", False),
-        ("TRITON_PTXAS_BLACKWELL_PATH", "/opt/ptxas", "flashinfer.triton", False),
+        ("TRITON_PTXAS_PATH", TORCHS, (3, 6), True),
+        ("TRITON_PTXAS_PATH", "/opt/ptxas", (3, 6), False),
+        ("TRITON_PTXAS_BLACKWELL_PATH", "/usr/bin/ptxas", (3, 9), True),
+        ("TRITON_PTXAS_BLACKWELL_PATH", "/opt/ptxas", (3, 9), False),
+        ("TRITON_PTXAS_BLACKWELL_PATH", "/usr/bin/ptxas", (3, 8), False),  # it may need the newer one
     ],
 )
-def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch, name, value, imported, dropped):
+def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch, name, value, version, dropped):
     """Inductor names torch's ptxas where torch has one, FlashInfer the system's; Triton remembers the version of the
     first that it asked."""
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
-    monkeypatch.delitem(sys.modules, "flashinfer.triton", raising=False)
-    if imported:
-        monkeypatch.setitem(sys.modules, imported, Mock())
+    monkeypatch.setattr("eprt.launching._TRITON", version)
     monkeypatch.setattr("shutil.which", {"ptxas": "/usr/bin/ptxas"}.get)
     monkeypatch.setenv(name, value)
     compiler.get_ptxas_version(90)
