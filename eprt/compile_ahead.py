@@ -40,6 +40,7 @@ PATIENCE = 180.0  # seconds without news of any process
 _MARK = "eprt-compiled"
 _WORKER = "from eprt.compile_ahead import serve; serve()"
 _NUMBER = 4  # bytes of a job's number
+_UNAIDED = "eprt: kernels aren't compiled ahead, but each when it is first needed"
 _COMPILED, _THERE = "compiled", "another process of this host compiled it"
 _along: list[Specialization] = []  # what the next `compile_ahead` compiles beside its own
 _started: list[Compilation] = []  # what it waits for
@@ -62,7 +63,10 @@ def compile_ahead(
 
 def _wait() -> None:
     while _started:
-        _started.pop().wait()
+        try:
+            _started.pop().wait()
+        except Exception:  # what isn't there is compiled by the warm-up
+            logger.warning(_UNAIDED, exc_info=True)
 
 
 def start_compiling(
@@ -78,7 +82,7 @@ def start_compiling(
             warmup()
         _started.append(Compilation(found + _along, Device.of(device), processes, begin=begin))
     except Exception:  # it saves time: without it the warm-up does the same
-        logger.warning("eprt: kernels aren't compiled ahead, but each when it is first needed", exc_info=True)
+        logger.warning(_UNAIDED, exc_info=True)
 
 
 @contextmanager

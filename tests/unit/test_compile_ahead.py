@@ -343,12 +343,13 @@ def test_what_is_forked_has_one_thread_and_asked_for_no_gpu(monkeypatch, seen):
     assert seen.read_text().split() == ["1", "[]", "False"]
 
 
-@pytest.mark.parametrize("fails", ["Popen", "TemporaryFile"])
+@pytest.mark.parametrize("fails", ["Popen", "TemporaryFile", "poll"])
 def test_a_warm_up_goes_on_where_no_process_can_be_started(as_on_a_hopper_gpu, monkeypatch, caplog, fails):
     def refused(*_, **__):
         raise OSError(11, "Resource temporarily unavailable")
 
-    module = {"Popen": compile_ahead.subprocess, "TemporaryFile": compile_ahead.tempfile}[fails]
+    modules = compile_ahead.subprocess, compile_ahead.tempfile, compile_ahead.select
+    module = next(each for each in modules if hasattr(each, fails))
     monkeypatch.setattr(module, fails, refused)
     loaded = []
     monkeypatch.setattr(CachedKernel, "_load", lambda kernel: loaded.append(kernel._dtypes[0]))
