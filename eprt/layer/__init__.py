@@ -194,7 +194,7 @@ class ExpertParallelMoE(nn.Module):
     def warmup(self) -> None:
         """Compiles and allocates all that a call needs. Collective; called by `World.warmup(layer)`."""
         self.dispatcher.warmup()
-        compile_kernels(self.dispatcher, self.executor, self.router, wait=True)
+        compile_kernels(self.config, self.dispatcher, self.executor, self.router, wait=True)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         if self._slices.several:
             self._slices.whole(row, self.world.parallel.attention_tp_size)
@@ -207,7 +207,7 @@ class ExpertParallelMoE(nn.Module):
         """Starts to compile in other processes what `warmup`, which waits for them, needs; not where one of `earlier`
         needs the same. For a layer after which there is still much to load. Not collective."""
         if all(other.config != self.config for other in earlier):
-            compile_kernels(self.dispatcher, self.executor, self.router, wait=False)
+            compile_kernels(self.config, self.dispatcher, self.executor, self.router, wait=False)
 
     def load_experts(
         self, weights: ExpertWeights | None, experts: Sequence[int] | None = None, *, agree: bool = True

@@ -14,6 +14,7 @@ from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import UsageError
 from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK
 from eprt.world import World
 
@@ -211,6 +212,21 @@ def test_the_top_k_is_the_dispatchers(monkeypatch, top_k, sizes, padded):
         monkeypatch.setattr(layer.dispatcher, "spec", replace(layer.dispatcher.spec, top_k_sizes=sizes))
         world.warmup(layer)
     assert told == [(24, padded)]
+
+
+def test_routing_is_warmed_up_for_the_models_experts_not_for_slots(monkeypatch):
+    config = cases.make_config("f32")
+    slots = (*range(config.num_experts), 0, 1)  # two experts twice
+    weights = cases.make_weights(config).map(lambda tensor: torch.cat([tensor, tensor[:2]]))
+    told = []
+    monkeypatch.setattr("eprt.layer.warming.warmup_routing", lambda config, *_, **__: told.append(config))
+    with World.from_env("cpu") as world:
+        placement = ExpertPlacement(config.num_experts, world.parallel, slots)
+        runtime = RuntimeConfig(executor="reference")
+        layer = ExpertParallelMoE(config, world, weights, runtime=runtime, placement=placement)
+        assert layer.dispatcher.config.num_experts == len(slots)
+        world.warmup(layer)
+    assert told == [config]
 
 
 def test_a_layer_that_missed_the_warm_up_is_refused_and_works_after_one():
