@@ -78,7 +78,7 @@ class ExecutorSpec:
         device: Device,
         payload: PayloadFormat,
     ) -> Support:
-        """Whether this executor can compute that layer there; needs no tensors, no GPU, no package (unless
+        """Says whether this executor can compute that layer there; needs no tensors, no GPU, no package (unless
         `device.installed`)."""
         known = (*self.weights, *self.decodes)
         activation = config.activation
@@ -154,7 +154,7 @@ class Executor(ABC):
         return out
 
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
-        """Compile and tune all that a call can need. Called by every rank inside `World.warmup()`.
+        """Compiles and tunes all that a call can need. Called by every rank inside `World.warmup()`.
 
         Args:
             max_rows: most rows to come: N of FlatTokens, M of ExpertMajorTokens.
@@ -162,10 +162,10 @@ class Executor(ABC):
         """
 
     def start_compiling(self, max_rows: int, top_k: int | None = None) -> None:
-        """Start to compile in other processes what `warmup` with the same arguments needs. Default: nothing."""
+        """Starts to compile in other processes what `warmup` with the same arguments needs. Default: nothing."""
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
-        """What was prepared from the weights, by name, slot by slot: what takes an expert from one slot to another.
+        """Returns what was prepared from the weights, slot by slot: what takes an expert from one slot to another.
 
         Returns:
             tensors [L, ...], contiguous, equal in name, dtype and shape on all ranks of one moe_tp_rank: views of the
@@ -195,7 +195,7 @@ class Executor(ABC):
 
     @property
     def takes_logits(self) -> bool:
-        """Whether `run_logits` can be called for this layer."""
+        """Says whether `run_logits` can be called for this layer."""
         rule = self.spec.takes_logits
         return rule is not None and rule(self.config)
 

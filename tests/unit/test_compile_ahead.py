@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.kernel_modules import kernel_modules
 
 pytest.importorskip("triton", reason="triton isn't installed")
 
@@ -222,14 +223,18 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_its_first_use(monkeypatch):
     assert compile_ahead.Compilation(todo, SM90, 2, fewest=2).wait() == 0, "no process for one kernel"
 
 
-def test_what_a_warm_up_of_its_own_would_compile_alone_goes_along(monkeypatch):
+@pytest.fixture
+def as_on_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)
+    monkeypatch.setattr(compile_ahead, "INTERPRETED", False)
+    monkeypatch.setattr(Device, "of", lambda _: SM90)
+
+
+def test_what_a_warm_up_of_its_own_would_compile_alone_goes_along(as_on_a_hopper_gpu, monkeypatch):
     """Once, by the next warm-up; it is loaded before the other goes on."""
     steps = []
     monkeypatch.setattr(CachedKernel, "_load", lambda kernel: steps.append(kernel._dtypes[0]))
     monkeypatch.setattr(compile_ahead, "Compilation", lambda found, *_, **__: steps.append(len(found)) or Mock())
-    monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)
-    monkeypatch.setattr(compile_ahead, "INTERPRETED", False)
-    monkeypatch.setattr(Device, "of", lambda _: SM90)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     def make(*dtypes):
@@ -247,13 +252,6 @@ def test_what_a_warm_up_of_its_own_would_compile_alone_goes_along(monkeypatch):
         experts()
     both = [3, torch.int32, torch.int64, "experts", torch.float32]
     assert steps == [*both, *both, 2, torch.int32, torch.int64, "experts"]
-
-
-@pytest.fixture
-def as_on_a_hopper_gpu(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)
-    monkeypatch.setattr(compile_ahead, "INTERPRETED", False)
-    monkeypatch.setattr(Device, "of", lambda _: SM90)
 
 
 def test_a_warm_up_that_began_early_is_waited_for(as_on_a_hopper_gpu, launched_nowhere, caplog):
@@ -331,9 +329,7 @@ def ends_within(seconds, process):
 
 def test_what_is_forked_has_one_thread_and_asked_for_no_gpu(monkeypatch, seen):
     """No lock that another thread held is copied, and no driver's state, whichever of the kernels are compiled."""
-    texts = {path: path.read_text() for path in (ROOT / "eprt").rglob("*.py")}
-    kernels = [path for path, text in texts.items() if "triton.jit" in text or "gluon.jit" in text]
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in kernels]
+    modules = kernel_modules()
     assert len(modules) > 8
     start = compile_ahead._start
     monkeypatch.setattr(compile_ahead, "_WORKER", WHAT_IS_FORKED)
@@ -343,14 +339,12 @@ def test_what_is_forked_has_one_thread_and_asked_for_no_gpu(monkeypatch, seen):
     assert seen.read_text().split() == ["1", "[]", "False"]
 
 
-@pytest.mark.parametrize("fails", ["Popen", "TemporaryFile", "poll"])
+@pytest.mark.parametrize("fails", ["subprocess.Popen", "tempfile.TemporaryFile", "select.poll"])
 def test_a_warm_up_goes_on_where_no_process_can_be_started(as_on_a_hopper_gpu, monkeypatch, caplog, fails):
     def refused(*_, **__):
         raise OSError(11, "Resource temporarily unavailable")
 
-    modules = compile_ahead.subprocess, compile_ahead.tempfile, compile_ahead.select
-    module = next(each for each in modules if hasattr(each, fails))
-    monkeypatch.setattr(module, fails, refused)
+    monkeypatch.setattr(f"eprt.compile_ahead.{fails}", refused)
     loaded = []
     monkeypatch.setattr(CachedKernel, "_load", lambda kernel: loaded.append(kernel._dtypes[0]))
     with compiled_for(SM90):

@@ -186,9 +186,7 @@ def test_kernels_compile_while_vllm_loads_what_comes_after_them(monkeypatch: pyt
         def __init__(self, config: str, *_: Any, **__: Any) -> None:
             torch.nn.Module.__init__(self)
             self.config: Any = config
-            self.dispatcher: Any = config
-            self.executor: Any = None
-            self.router = None
+            self.dispatcher = self.executor = self.router = None
 
     monkeypatch.setattr("eprt.integrations.engine.state.ExpertParallelMoE", Layer)
     monkeypatch.setattr("eprt.layer.compile_kernels", lambda of, *_, wait: started.append((of, wait)))

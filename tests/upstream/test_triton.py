@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +19,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 import triton
 import triton.language as tl
+from support.kernel_modules import kernel_modules
 from support.stand_ins.kernel_device import INTERPRETED
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -32,7 +31,6 @@ from eprt.launching import CachedKernel, like, name_callees_first, shared_cache,
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
-ROOT = Path(__file__).parents[2]
 DEVICE, STREAM = 78, 5  # no other test's
 
 
@@ -96,9 +94,7 @@ def test_what_the_cache_knows_kernels_by_does_not_depend_on_their_order():
 def test_no_kernel_sees_two_constants_of_one_name():
     """Triton before 3.9 has them in a kernel's key in the order of their modules' addresses: half of all processes
     would find nothing of what another compiled."""
-    texts = {path: path.read_text() for path in (ROOT / "eprt").rglob("*.py")}
-    paths = [path for path, text in texts.items() if re.search(r"@(triton|gluon)\.jit", text)]
-    modules = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
+    modules = map(importlib.import_module, kernel_modules())
     kernels = {each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)}
     assert len(kernels) > 100
     for kernel in kernels:
