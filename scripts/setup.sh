@@ -16,7 +16,8 @@ if [ -f "$done_file" ] && [ "$(cat "$done_file")" = "$wanted" ]; then
   exit 0
 fi
 
-pip() { "$python" -m pip --disable-pip-version-check install --quiet --quiet "$@"; }
+# Of 16,000 modules few are ever imported, so Python compiles them then.
+pip() { "$python" -m pip --disable-pip-version-check install --no-compile --quiet --quiet "$@"; }
 if ! "$python" -c 'import torch' 2>/dev/null; then
   echo "setup: installing torch into .venv (once)"
   if nvidia-smi -L >/dev/null 2>&1; then

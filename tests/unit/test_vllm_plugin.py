@@ -53,6 +53,14 @@ def test_a_layer_from_its_making_to_its_call(pools) -> None:
         assert "MoeWNA16Method" in next(iter(found["reasons"]))
 
 
+def test_a_gate_that_vllms_runner_holds_is_eprts(pools) -> None:
+    """The experts compute with what eprt has chosen; batch-invariant layers keep vLLM's choice."""
+    for rank, found in enumerate(pools(2).run(jobs.routed)):
+        assert found["gates"] == {False: [True, False], True: [False, False]}
+        hidden, _, _ = jobs.tokens(rank)
+        close(found["output"], jobs.formula(0, hidden, found["weights"], found["ids"]))
+
+
 @pytest.mark.parametrize("placed", [False, True])
 def test_new_weights_come_into_a_layer_in_every_way_that_vllm_has(pools, placed: bool, tmp_path: Path) -> None:
     """Layerwise reload, and a trainer's own `load_weights` into freed parameters: whole, single experts, one half."""

@@ -21,6 +21,7 @@ from eprt.integrations.engine.settings import STRICT, choose, placement_of, with
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
+from eprt.routing import Router
 from eprt.weights import ExpertWeights
 from eprt.world import World
 
@@ -110,6 +111,10 @@ class EngineState:
         """Returns whether this rank writes the report to the log."""
         raise NotImplementedError
 
+    def router_of(self, binding: LayerBinding) -> Router | None:
+        """Returns the layer's router if eprt chooses in the engine's place from now on, else None."""
+        return None
+
     def bind_layer(self, name: str, config: MoEConfig, sharing: Sharing, parts: int) -> LayerBinding:
         """Binds a layer. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost."""
         if sharing not in self.worlds:
@@ -157,9 +162,10 @@ class EngineState:
         with self._timed("to build the layers"):
             if placement is not None:
                 experts = redistribute(world, experts, placement)
-            layer = ExpertParallelMoE(
-                config, world, experts, runtime=binding.runtime, layer=binding.number, placement=placement
-            )
+            router = self.router_of(binding)
+            config = config if router is None else replace(config, routing=router.routing)
+            how = {"runtime": binding.runtime, "router": router, "placement": placement}
+            layer = ExpertParallelMoE(config, world, experts, layer=binding.number, **how)
         layer.start_compiling(self.built)  # while the engine loads and compiles what is its own
         self.built.append(layer)
         self.cold.append(layer)

@@ -119,6 +119,26 @@ def two_layers(context: Any) -> dict[str, Any]:
     return found
 
 
+def routed(context: Any) -> dict[str, Any]:
+    """A layer whose gate vLLM's runner holds, one whose model calls it, and one that has to be batch-invariant."""
+    found: dict[str, Any] = {"gates": {}}
+    weight = torch.randn(E, H, generator=torch.Generator().manual_seed(7)).bfloat16()
+    for invariant in (False, True):
+        given = config(additional_config={"eprt": {"batch_invariant": invariant}})
+        runners = given.compilation_config.static_forward_context
+        with plugin(context, given) as vllm:
+            for number, gate in enumerate((stand_in.ReplicatedLinear(weight), None)):
+                runners[f"layers.{number}"] = stand_in.MoERunner(gate, stand_in.FusedTopKRouter(K, E))
+            layers = [loaded(vllm, context, name, number) for number, name in enumerate(runners)]
+            found["gates"][invariant] = [layer.router is not None for layer in vllm.state.built]
+            if not invariant:
+                hidden, _, _ = tokens(context.rank)
+                found["weights"], found["ids"] = runners["layers.0"].choose(hidden)
+                chosen = found["weights"], found["ids"]
+                found["output"] = layers[0].quant_method.apply(layers[0], hidden, *chosen, None, None).float()
+    return found
+
+
 def load(layer: Any, number: int, chosen: Any = range(E), parts: str = "w1 w3 w2") -> None:
     """What a model's `load_weights` does with experts of set `number`, named one by one; parameters may be freed."""
     up, down = experts(number)

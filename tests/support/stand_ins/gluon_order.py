@@ -1,7 +1,7 @@
 """Specialized warps, TMA and mbarriers of some programs, on a CPU: who runs when, and what orders whom.
 
-Each role is a thread, of which one runs at a time: up to its next barrier, copy or product, then another is drawn, of
-this program or another. What the copy engine or a copying thread was asked for happens at any time before the barrier
+Each role is a greenlet, so one runs at a time: up to its next barrier, copy or product, then another is drawn, of this
+program or another. What the copy engine or a copying thread was asked for happens at any time before the barrier
 that it arrives at. So an order that nothing enforces occurs in some run.
 
 And each access to shared memory is held to all before it, whatever this run's order was: two of which one writes must
@@ -13,11 +13,11 @@ compiler, and so are fences between the ways to memory.
 from __future__ import annotations
 
 import random
-import threading
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+
+from greenlet import greenlet
 
 GRANULE = 1024  # bytes whose accesses are told apart, or fewer where a buffer's parts are smaller
 
@@ -30,10 +30,6 @@ class Race(Exception):
 
 class Stuck(Exception):
     """Nothing can go on, or a barrier was arrived at more often than it expects."""
-
-
-class _Over(BaseException):
-    """Ends a role's thread after another one failed."""
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -134,41 +130,31 @@ class Job:
 class Role:
     """A job at work."""
 
-    def __init__(self, machine: Machine, threads: Executor, job: Job) -> None:
+    def __init__(self, machine: Machine, job: Job) -> None:
         self.machine, self.name, self.warps, self._enter = machine, job.name, job.warps, job.enter
         self.clock: Clock = {self: 1}
         self.copies: list[Copy] = []  # of its threads, not yet bound to a barrier
         self.until: Callable[[], bool] = lambda: True
         self.waits_for = ""
-        self.finished = False
-        self._go, self._paused = threading.Lock(), threading.Lock()
-        self._go.acquire(), self._paused.acquire()
-        self._result = threads.submit(self._run, job.do)
+        self._thread = greenlet(job.do)
 
-    def _run(self, do: Callable[[], None]) -> None:
-        self._go.acquire()
-        try:
-            if not self.machine.over:
-                do()
-        finally:
-            self.finished = True
-            self._paused.release()
+    @property
+    def finished(self) -> bool:
+        return self._thread.dead
 
     def turn(self) -> None:
         """Go on until it pauses or ends. Raises what its job raised."""
         self._enter()
-        self._go.release()
-        self._paused.acquire()
-        if self.finished and not self.machine.over:
-            self._result.result()
+        self._thread.switch()
+
+    def end(self) -> None:
+        """Ends it where it paused, as another one failed."""
+        self._thread.throw()
 
     def pause(self, until: Callable[[], bool] = lambda: True, waits_for: str = "") -> None:
         """In its thread: others may go on; return once `until` holds and it is drawn."""
         self.until, self.waits_for = until, waits_for
-        self._paused.release()
-        self._go.acquire()
-        if self.machine.over:
-            raise _Over
+        self._thread.parent.switch()
 
     def released(self) -> Clock:
         """What it knows by now; what it does from now on is later."""
@@ -182,23 +168,20 @@ class Machine:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self.over = False
         self.jobs: list[Job] = []  # of all programs; `run` does them
         self.copies: list[Copy] = []
         self.role: Role | None = None  # whose turn it is
 
     def run(self) -> None:
         """Until all have ended. Raises Race, Stuck, or what a job raised."""
-        with ThreadPoolExecutor(len(self.jobs)) as threads:
-            roles = [Role(self, threads, job) for job in self.jobs]
-            try:
-                while not all(role.finished for role in roles) or self.copies:
-                    self._step(roles)
-            finally:
-                self.over, self.role = True, None
-                for role in roles:
-                    while not role.finished:
-                        role.turn()
+        roles = [Role(self, job) for job in self.jobs]
+        try:
+            while not all(role.finished for role in roles) or self.copies:
+                self._step(roles)
+        finally:
+            self.role = None
+            for role in roles:
+                role.end()
 
     def _step(self, roles: list[Role]) -> None:
         able = [role for role in roles if not role.finished and role.until()]

@@ -1,6 +1,7 @@
 """As much of vLLM as its plugin touches, in one process of a gloo world: where a method is made, loaded and called.
 
-Written from vLLM 0.26's `fused_moe/routed_experts.py`, `fused_moe_method_base.py` and `forward_context.py`.
+Written from vLLM 0.26's `fused_moe/routed_experts.py`, `fused_moe_method_base.py`, `runner/moe_runner.py` and
+`forward_context.py`.
 """
 
 from __future__ import annotations
@@ -103,6 +104,56 @@ class RoutedExperts(nn.Module):
         rows.copy_(loaded_weight)
 
 
+class ReplicatedLinear(nn.Module):
+    """A gate: logits in the weight's dtype. `out_dtype` is vLLM 0.32's GateLinear's."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = bias
+        self.out_dtype = out_dtype
+        self.quant_method = type("UnquantizedLinearMethod", (), {})()
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        raise AssertionError("vLLM's own gate")
+
+
+class FusedTopKRouter:
+    """`router/base_router.py`: what is recorded is what `_compute_routing` chose."""
+
+    def __init__(
+        self, top_k: int, num_experts: int, *, scoring_func: str = "softmax", renormalize: bool = True
+    ) -> None:
+        self.top_k, self.global_num_experts = top_k, num_experts
+        self.scoring_func, self.renormalize = scoring_func, renormalize
+        self.eplb_state = None
+        self.recorded: torch.Tensor | None = None
+
+    def _compute_routing(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("vLLM's own choice")
+
+    def select_experts(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, topk_indices_dtype: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, self.recorded = self._compute_routing(hidden_states, router_logits, topk_indices_dtype, input_ids=None)
+        return weights, self.recorded.to(topk_indices_dtype)
+
+
+class MoERunner(nn.Module):
+    """`runner/moe_runner.py`, `_forward_impl` up to the choice."""
+
+    def __init__(self, gate: nn.Module | None, router: Any) -> None:
+        super().__init__()
+        self.gate, self.router = gate, router
+        self._fse_fuse_gate = False
+
+    def choose(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        router_logits, _ = self.gate(hidden_states)
+        return self.router.select_experts(
+            hidden_states=hidden_states, router_logits=router_logits, topk_indices_dtype=torch.int32
+        )
+
+
 def host(**changes: Any) -> Any:
     """A VllmConfig as far as the plugin reads it; `changes` are `section.field` with dots as two underscores."""
     config = SimpleNamespace(
@@ -112,7 +163,9 @@ def host(**changes: Any) -> Any:
         model_config=SimpleNamespace(enforce_eager=False, enable_sleep_mode=False),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"), cudagraph_capture_sizes=[1, 2, 512]
+            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
+            cudagraph_capture_sizes=[1, 2, 512],
+            static_forward_context={},
         ),
         lora_config=None,
         weight_transfer_config=None,
