@@ -211,17 +211,15 @@ class Router(nn.Module):
             return TopK(chosen.ids, chosen.weights.to(hidden.dtype).float())
         return chosen
 
-    @property
-    def has_kernels(self) -> bool:
-        """Returns whether compiled kernels route bf16 hidden states on the weight's device."""
-        return self._of_bf16() is not None
-
     def warmup(self, max_tokens: int, *, logits: bool = False) -> None:
         """Compiles what up to `max_tokens` bf16 hidden states need, `logits` too if asked for. CPU: nothing."""
-        if (fused := self._of_bf16()) is not None:
+        if (fused := self.kernels) is not None:
             fused.warmup(max_tokens, logits=logits)
 
-    def _of_bf16(self) -> FusedRouter | None:
+    @property
+    def kernels(self) -> FusedRouter | None:
+        """Returns what routes bf16 hidden states [T, H] on the weight's device for now, without a look at whether the
+        weight is still the same; None where torch does."""
         weight = self.weight
         return self._kernels(torch.empty(0, weight.shape[1], dtype=torch.bfloat16, device=weight.device))
 

@@ -44,6 +44,8 @@ TILINGS = (
     Tiling(512, 64, 64, 128, 132, 4, 4),
     Tiling(1024, 64, 64, 128, 132, 4, 4),
     Tiling(2048, 64, 128, 128, 132, 4, 3),
+    Tiling(4096, 128, 128, 64, 132, 8, 4),
+    Tiling(8192, 128, 128, 64, 132, 8, 4),
     Tiling(1 << 62, 128, 128, 64, 132, 8, 4),
 )
 # Registers that let a warp have all pieces of a logit in flight; more warps a token were slower.

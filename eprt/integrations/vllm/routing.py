@@ -37,18 +37,20 @@ def router_of(runner: Any, hidden_size: int) -> Router | None:
         float32_logits=getattr(gate, "out_dtype", None) == torch.float32,
         weights="float32",
     )
-    return router if weight.device.type == "cpu" or router.has_kernels else None
+    return router if weight.device.type == "cpu" or router.kernels is not None else None
 
 
 def take_over(runner: Any, router: Router) -> None:
     """Lets the runner's gate pass hidden states on, and its router choose by them. What vLLM records of a choice, it
     still records."""
-    gate = runner.gate
+    gate, kernels = runner.gate, router.kernels
 
     def chosen(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if gate.weight.data_ptr() != router.weight.data_ptr():
-            router.weight = gate.weight.data  # vLLM has put another one in its place
-        found = router(hidden_states)
+        nonlocal kernels
+        if gate.weight.data_ptr() != router.weight.data_ptr():  # vLLM has put another one in its place
+            router.weight = gate.weight.data
+            kernels = router.kernels
+        found = router(hidden_states) if kernels is None else kernels.topk(hidden_states, None)
         return found.weights, found.ids
 
     runner.gate = _PassedOn()
