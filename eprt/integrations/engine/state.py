@@ -164,8 +164,15 @@ class EngineState:
                 experts = redistribute(world, experts, placement)
             router = self.router_of(binding)
             config = config if router is None else replace(config, routing=router.routing)
-            how = {"runtime": binding.runtime, "router": router, "placement": placement}
-            layer = ExpertParallelMoE(config, world, experts, layer=binding.number, **how)
+            layer = ExpertParallelMoE(
+                config,
+                world,
+                experts,
+                runtime=binding.runtime,
+                router=router,
+                layer=binding.number,
+                placement=placement,
+            )
         layer.start_compiling(self.built)  # while the engine loads and compiles what is its own
         self.built.append(layer)
         self.cold.append(layer)

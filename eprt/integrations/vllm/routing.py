@@ -20,7 +20,8 @@ GATES = {"ReplicatedLinear", "GateLinear"}
 def router_of(runner: Any, hidden_size: int) -> Router | None:
     """Returns a Router of the weight that the runner's gate has, or None where vLLM keeps gate and choice: a gate
     outside of the runner, that is quantised or also feeds the shared expert, or any choice but plain softmax."""
-    gate, choice = getattr(runner, "gate", None), getattr(runner, "router", None)
+    gate: Any = getattr(runner, "gate", None)
+    choice: Any = getattr(runner, "router", None)
     weight = getattr(gate, "weight", None)
     plain = type(gate).__name__ in GATES and type(gate.quant_method).__name__ == "UnquantizedLinearMethod"
     softmax = type(choice).__name__ == "FusedTopKRouter" and choice.scoring_func == "softmax"

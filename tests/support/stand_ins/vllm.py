@@ -142,6 +142,8 @@ class FusedTopKRouter:
 class MoERunner(nn.Module):
     """`runner/moe_runner.py`, `_forward_impl` up to the choice."""
 
+    gate: Any
+
     def __init__(self, gate: nn.Module | None, router: Any) -> None:
         super().__init__()
         self.gate, self.router = gate, router
