@@ -336,9 +336,8 @@ def duel(name: str, engine: str) -> str:
     rows: Rows = result(name)["rows"]
     wrong = {load(r) for r in rows if r["step_ms"] <= 0}
     rows = [r for r in rows if load(r) not in wrong]
-    own = {"none": f"{engine}'s own experts"} | {
-        side: f"{engine}'s {side.partition(':')[2]}" for side in dict.fromkeys(r["plugin"] for r in rows) if ":" in side
-    }
+    sides = dict.fromkeys(r["plugin"] for r in rows if r["plugin"] != "eprt")
+    own = {side: f"{engine}'s {side.partition(':')[2] or 'own experts'}" for side in sides}
     for model, what in dict.fromkeys(map(load, rows)):
         steps = {
             plugin: [r["step_ms"] for r in rows if load(r) == (model, what) and r["plugin"] == plugin]
@@ -452,6 +451,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": lambda: peers((BASELINES,), floor=False),
     "new_formats": lambda: peers(NEW_FORMATS, floor=True),
     "new_formats_h100": lambda: peers(NEW_FORMATS_H100, floor=True),
+    "mxfp4_one_gpu": lambda: peers(("experts_gpt_oss_20b_h100",), floor=True),
     "fp8_blocks": lambda: peers(("experts_fp8_block_h200",), floor=True),
     "profile": profile,
     "errors": errors,
@@ -459,6 +459,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "placed": placed,
     "vllm": lambda: duel("vllm_h200_x2", "vLLM"),
     "vllm_one_gpu": lambda: duel("vllm_gpt_oss_20b_h200_x1", "vLLM"),
+    "vllm_marlin": lambda: duel("vllm_gpt_oss_20b_marlin_h100_x1", "vLLM"),
     "vllm_qwen3": lambda: duel("vllm_qwen3_h200_x1", "vLLM"),
     "sglang_one_gpu": lambda: duel("sglang_gpt_oss_20b_h100_x1", "SGLang"),
     "sglang_qwen3": lambda: duel("sglang_qwen3_h100_x1", "SGLang"),
