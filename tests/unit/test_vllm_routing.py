@@ -89,6 +89,14 @@ def gate_of_shared_experts(runner: MoERunner) -> None:
     runner._fse_fuse_gate = True
 
 
+def bias_elsewhere(runner: MoERunner) -> None:
+    runner.gate.skip_bias_add = True
+
+
+def in_float32(runner: MoERunner) -> None:
+    runner.gate.weight.data = runner.gate.weight.data.float()
+
+
 def sigmoid(runner: MoERunner) -> None:
     runner.router.scoring_func = "sigmoid"
 
@@ -105,10 +113,10 @@ def packed(runner: MoERunner) -> None:
     runner.gate.weight.data = torch.empty(0)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [no_gate, quantised, another_gate, gate_of_shared_experts, sigmoid, another_choice, balanced_by_vllm, packed],
-)
+GATES = [no_gate, quantised, another_gate, gate_of_shared_experts, bias_elsewhere, in_float32, packed]
+
+
+@pytest.mark.parametrize("changed", [*GATES, sigmoid, another_choice, balanced_by_vllm])
 def test_what_stays_with_vllm(changed: Any) -> None:
     runner = runner_of()
     assert router_of(runner, H) is not None

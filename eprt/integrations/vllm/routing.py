@@ -19,17 +19,20 @@ GATES = {"ReplicatedLinear", "GateLinear"}
 
 def router_of(runner: Any, hidden_size: int) -> Router | None:
     """Returns a Router of the weight that the runner's gate has, or None where vLLM keeps gate and choice: a gate
-    outside of the runner, that is quantised or also feeds the shared expert, or any choice but plain softmax."""
+    outside of the runner, that isn't plain bf16 or also feeds the shared expert, or any choice but plain softmax."""
     gate: Any = getattr(runner, "gate", None)
     choice: Any = getattr(runner, "router", None)
     weight = getattr(gate, "weight", None)
     plain = type(gate).__name__ in GATES and type(gate.quant_method).__name__ == "UnquantizedLinearMethod"
     softmax = type(choice).__name__ == "FusedTopKRouter" and choice.scoring_func == "softmax"
-    shares_gate = getattr(runner, "_fse_fuse_gate", False)
-    if not (plain and softmax) or shares_gate or choice.eplb_state is not None:
+    if not (plain and softmax) or choice.eplb_state is not None:
         return None
-    if weight is None or weight.shape != (choice.global_num_experts, hidden_size) or weight.data_ptr() % 16:
-        return None  # on a CPU vLLM packs a gate's weight, and leaves none
+    if getattr(runner, "_fse_fuse_gate", False) or gate.skip_bias_add:
+        return None
+    # Kernels read other dtypes and places from copies. On a CPU vLLM packs a gate's weight, and leaves none.
+    shape = choice.global_num_experts, hidden_size
+    if weight is None or weight.shape != shape or weight.dtype != torch.bfloat16 or weight.data_ptr() % 16:
+        return None
     router = Router(
         weight.data,
         Routing("softmax_topk", renormalize=choice.renormalize),

@@ -112,6 +112,7 @@ class ReplicatedLinear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
         self.out_dtype = out_dtype
+        self.skip_bias_add = False
         self.quant_method = type("UnquantizedLinearMethod", (), {})()
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
