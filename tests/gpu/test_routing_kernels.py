@@ -36,7 +36,7 @@ SHAPES = {
     "odd": (41, 77, 5, Routing("softmax_topk"), torch.bfloat16, True),
     "odd f32": (41, 1000, 5, Routing("grouped_sigmoid"), torch.float32, True),
 }
-TOKENS = sized([1, 8, 16, 17, 32, 33, 128, 129, 513, 2100, 8193], [1, 18])
+TOKENS = sized([1, 8, 16, 17, 32, 33, 128, 129, 513, 2100, 4097, 8193], [1, 18])
 
 
 class Case:
