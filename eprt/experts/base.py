@@ -1,4 +1,4 @@
-"""What is computed on received tokens: the contract every executor keeps.
+"""Defines how experts are computed on received tokens: the contract that every executor keeps.
 
 An `Executor` is what is called, with tokens of a format in its spec; a `PreparedExecutor` is built once from canonical
 weights (its own layout is made then, expert by expert). It describes itself in an `ExecutorSpec` of the table in

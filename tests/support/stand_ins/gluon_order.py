@@ -136,25 +136,25 @@ class Role:
         self.copies: list[Copy] = []  # of its threads, not yet bound to a barrier
         self.until: Callable[[], bool] = lambda: True
         self.waits_for = ""
-        self._thread = greenlet(job.do)
+        self._greenlet = greenlet(job.do)
 
     @property
     def finished(self) -> bool:
-        return self._thread.dead
+        return self._greenlet.dead
 
     def turn(self) -> None:
         """Go on until it pauses or ends. Raises what its job raised."""
         self._enter()
-        self._thread.switch()
+        self._greenlet.switch()
 
     def end(self) -> None:
         """Ends it where it paused, as another one failed."""
-        self._thread.throw()
+        self._greenlet.throw()
 
     def pause(self, until: Callable[[], bool] = lambda: True, waits_for: str = "") -> None:
-        """In its thread: others may go on; return once `until` holds and it is drawn."""
+        """In its greenlet: others may go on; return once `until` holds and it is drawn."""
         self.until, self.waits_for = until, waits_for
-        self._thread.parent.switch()
+        self._greenlet.parent.switch()
 
     def released(self) -> Clock:
         """What it knows by now; what it does from now on is later."""
