@@ -53,12 +53,17 @@ def test_a_layer_from_its_making_to_its_call(pools) -> None:
         assert "MoeWNA16Method" in next(iter(found["reasons"]))
 
 
-def test_a_gate_that_vllms_runner_holds_is_eprts(pools) -> None:
-    """The experts compute with what eprt has chosen; batch-invariant layers keep vLLM's choice."""
+def test_gates_of_layers_that_eprt_runs_are_eprts(pools) -> None:
+    """The experts compute with what eprt has chosen; batch-invariant layers keep vLLM's choice. What vLLM compiled with
+    a gate in its graph has another key than what it compiles without."""
     for rank, found in enumerate(pools(2).run(jobs.routed)):
-        assert found["gates"] == {False: [True, False], True: [False, False]}
+        assert found["gates"] == {False: [True, True, False], True: [False, False, False]}
+        assert found["compiled"] == {False: ["layers.1"], True: None}
         hidden, _, _ = jobs.tokens(rank)
-        close(found["output"], jobs.formula(0, hidden, found["weights"], found["ids"]))
+        for number in (0, 1):
+            layer = found[number]
+            close(layer["output"], jobs.formula(number, hidden, layer["weights"], layer["ids"]))
+        assert torch.equal(found[0]["ids"], found[1]["ids"])
 
 
 @pytest.mark.parametrize("placed", [False, True])

@@ -120,14 +120,14 @@ class BoundLayer:
 
 def adopted(method: Any, mixin: type, bound: BoundLayer) -> Any:
     """Returns `method` with the mixin in front of its class and `bound` as its `eprt`."""
-    made: Any = object.__new__(_mixed(type(method), mixin))
+    made: Any = object.__new__(mixed(type(method), mixin))
     made.__dict__.update(method.__dict__)  # what its constructor made: the configuration of parameters and loading
     made.eprt = bound
     return made
 
 
 @functools.cache
-def _mixed(kind: type, mixin: type) -> type:
+def mixed(kind: type, mixin: type) -> type:
     """Makes a subclass under the same name: engines' weight loaders go by it."""
     return type(kind.__name__, (mixin, kind), {"__module__": mixin.__module__})
 

@@ -21,7 +21,6 @@ from eprt.integrations.engine.settings import STRICT, choose, placement_of, with
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
-from eprt.routing import Router
 from eprt.weights import ExpertWeights
 from eprt.world import World
 
@@ -111,10 +110,6 @@ class EngineState:
         """Returns whether this rank writes the report to the log."""
         raise NotImplementedError
 
-    def router_of(self, binding: LayerBinding) -> Router | None:
-        """Returns the layer's router if eprt chooses in the engine's place from now on, else None."""
-        return None
-
     def bind_layer(self, name: str, config: MoEConfig, sharing: Sharing, parts: int) -> LayerBinding:
         """Binds a layer. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost."""
         if sharing not in self.worlds:
@@ -162,14 +157,11 @@ class EngineState:
         with self._timed("to build the layers"):
             if placement is not None:
                 experts = redistribute(world, experts, placement)
-            router = self.router_of(binding)
-            config = config if router is None else replace(config, routing=router.routing)
             layer = ExpertParallelMoE(
                 config,
                 world,
                 experts,
                 runtime=binding.runtime,
-                router=router,
                 layer=binding.number,
                 placement=placement,
             )
@@ -232,6 +224,8 @@ class EngineState:
         total = len(self.bindings) + sum(map(len, self.fallbacks.values()))
         for bindings in kinds.values():
             self.logger.info("eprt: %s", describe(bindings, total))
+        if count := sum(layer.router is not None for layer in self.built):
+            self.logger.info("eprt: of %d layers the gate and the choice of experts are eprt's, too", count)
         for reason, names in self.fallbacks.items():
             self.logger.info("eprt: %d of %d MoE layers fall back to %s: %s", len(names), total, self.engine, reason)
         self.logger.info(

@@ -11,6 +11,7 @@ from eprt.integrations.engine.bound import BoundLayer, adopted
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang.method import EprtFusedMoEMethod, pass_through
 from eprt.integrations.sglang.parameters import layout_of
+from eprt.integrations.sglang.routing import take_over_gates
 from eprt.integrations.sglang.state import SglangState
 from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason, require_supported
 
@@ -146,8 +147,9 @@ def _routed(state: SglangState, original: Callable[..., Any], topk: Any, *args: 
     return original(topk, *args, **kwargs)
 
 
-def _loaded(state: SglangState, *_: Any, **__: Any) -> None:
+def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> None:
     """Warms up as soon as the model is loaded: SGLang gives what memory is left then to its KV cache."""
+    take_over_gates(runner.model)
     if state.cold:
         state.warm()
     elif state.fallbacks and not state.bindings and state.reports():

@@ -1,9 +1,9 @@
-"""What the plugin asks of vLLM: its configuration, and the ranks of its EP group."""
+"""Asks vLLM for its configuration and for the ranks of its EP group."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from eprt.config import MoEConfig, RuntimeConfig
 from eprt.integrations.engine.balancing import BalanceConfig, Balancing
 from eprt.integrations.engine.ranks import world_alone, world_of
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
-from eprt.integrations.vllm.routing import router_of, take_over
 from eprt.integrations.vllm.supported import (
     balance_options,
     captures_graphs,
@@ -22,23 +21,16 @@ from eprt.integrations.vllm.supported import (
     runtime_config,
 )
 from eprt.integrations.vllm.worker import watch_worker
-from eprt.routing import Router
 from eprt.world import World
 
 
 @dataclass
 class PluginState(EngineState):
-    """The state that all layers of one vLLM process share.
-
-    Attributes:
-        runners: for each layer's name vLLM's runners by name; its own is among them once the model is made.
-    """
+    """The state that all layers of one vLLM process share."""
 
     engine = "vLLM"
     logger = logging.getLogger("vllm.eprt")
     eager_flag = "--enforce-eager"
-
-    runners: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
         return options_of(_current())
@@ -88,20 +80,7 @@ class PluginState(EngineState):
             moe: vLLM's FusedMoEConfig.
         """
         watch_worker(self)
-        self.runners[name] = _current().compilation_config.static_forward_context
         return self.bind_layer(name, config, sharing_of(moe), moe.tp_size)
-
-    def router_of(self, binding: LayerBinding) -> Router | None:
-        runner = self.runners.get(binding.name, {}).get(binding.name)
-        router = None if binding.runtime.batch_invariant else router_of(runner, binding.config.hidden_size)
-        if router is not None:
-            take_over(runner, router)
-        return router
-
-    def report(self) -> None:
-        super().report()
-        if count := sum(layer.router is not None for layer in self.built):
-            self.logger.info("eprt: of %d layers the gate and the choice of experts are eprt's, too", count)
 
 
 def _current() -> Any:

@@ -17,6 +17,7 @@ from eprt.errors import UnsupportedError
 from eprt.experts.grouped import four_bit
 from eprt.experts.in_place import leaves
 from eprt.integrations.engine.state import EngineState
+from eprt.integrations.vllm.routing import take_over_gates
 from eprt.layer import ExpertParallelMoE
 
 ASLEEP = "its experts were given away (sleep level 2): load all weights before the next call"
@@ -33,6 +34,12 @@ def watch_worker(state: EngineState) -> None:
     worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)  # the CPU worker's parent, too
     kept = Kept()
 
+    def after_loading(worker: Any) -> None:
+        draft = getattr(worker.model_runner, "drafter", None) or getattr(worker.model_runner, "speculator", None)
+        for model in (worker.get_model(), getattr(draft, "model", None)):
+            if model is not None:
+                take_over_gates(model)
+
     def before_step(_: Any, scheduler_output: Any = None) -> None:
         # A dummy batch has no output of the scheduler, and runs the model as its peers do.
         state.before_step(forward=scheduler_output is None or scheduler_output.total_num_scheduled_tokens > 0)
@@ -45,6 +52,8 @@ def watch_worker(state: EngineState) -> None:
         if tags is None or "weights" in tags:
             kept.restore()
 
+    # vLLM asks for this after loading and before its first forward, which it compiles.
+    _surround(worker, "get_kv_cache_spec", before=after_loading)
     for name in ("execute_model", "execute_dummy_batch"):
         _surround(worker, name, before=before_step)
     _surround(worker, "sleep", before=before_sleep)

@@ -19,6 +19,7 @@ from eprt.errors import CapacityError
 from eprt.integrations.engine import balancing
 from eprt.integrations.engine.ranks import redistribute
 from eprt.integrations.engine.state import describe
+from eprt.integrations.vllm.routing import take_over_gates
 from eprt.integrations.vllm.worker import Kept
 from eprt.placement import EMPTY, ExpertPlacement
 from support.builders import said
@@ -120,22 +121,27 @@ def two_layers(context: Any) -> dict[str, Any]:
 
 
 def routed(context: Any) -> dict[str, Any]:
-    """A layer whose gate vLLM's runner holds, one whose model calls it, and one that has to be batch-invariant."""
-    found: dict[str, Any] = {"gates": {}}
+    """Layers whose gate vLLM's runner holds, a known block calls, another block calls; batch-invariant ones, too."""
+    found: dict[str, Any] = {"gates": {}, "compiled": {}}
     weight = torch.randn(E, H, generator=torch.Generator().manual_seed(7)).bfloat16()
     for invariant in (False, True):
         given = config(additional_config={"eprt": {"batch_invariant": invariant}})
-        runners = given.compilation_config.static_forward_context
         with plugin(context, given) as vllm:
-            for number, gate in enumerate((stand_in.ReplicatedLinear(weight), None)):
-                runners[f"layers.{number}"] = stand_in.MoERunner(gate, stand_in.FusedTopKRouter(K, E))
-            layers = [loaded(vllm, context, name, number) for number, name in enumerate(runners)]
+            layers = [loaded(vllm, context, f"layers.{number}", number) for number in range(3)]
+            kinds = stand_in.HoldsGate, stand_in.MLPBlock, stand_in.OtherBlock
+            blocks = [
+                kind(stand_in.ReplicatedLinear(weight), stand_in.FusedTopKRouter(K, E), layer)
+                for kind, layer in zip(kinds, layers, strict=True)
+            ]
+            for _ in range(2):  # a second look changes nothing
+                take_over_gates(stand_in.model_of(given, blocks))
             found["gates"][invariant] = [layer.router is not None for layer in vllm.state.built]
-            if not invariant:
-                hidden, _, _ = tokens(context.rank)
-                found["weights"], found["ids"] = runners["layers.0"].choose(hidden)
-                chosen = found["weights"], found["ids"]
-                found["output"] = layers[0].quant_method.apply(layers[0], hidden, *chosen, None, None).float()
+            found["compiled"][invariant] = given.additional_config.get("eprt_gates")
+            hidden, _, _ = tokens(context.rank)
+            for number in () if invariant else (0, 1):
+                weights, ids = blocks[number].choose(hidden)
+                output = layers[number].quant_method.apply(layers[number], hidden, weights, ids, None, None).float()
+                found[number] = {"weights": weights, "ids": ids, "output": output}
     return found
 
 

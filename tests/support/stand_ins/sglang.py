@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def arguments(**changes: Any) -> Any:
@@ -82,3 +83,49 @@ def fused_moe(method: Any, config: Any, **changes: Any) -> Any:
     )
     vars(layer).update(changes)
     return layer
+
+
+class TopK(nn.Module):
+    """`layers/moe/topk.py` up to a routing function of its own."""
+
+    def __init__(self, top_k: int, *, renormalize: bool) -> None:
+        super().__init__()
+        self.topk_config = SimpleNamespace(
+            top_k=top_k,
+            renormalize=renormalize,
+            use_grouped_topk=False,
+            scoring_func="softmax",
+            correction_bias=None,
+            custom_routing_function=None,
+            num_fused_shared_experts=0,
+            apply_routed_scaling_factor_on_output=False,
+        )
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:
+        config = self.topk_config
+        return config.custom_routing_function(
+            hidden_states=hidden_states,
+            gating_output=router_logits,
+            topk=config.top_k,
+            renormalize=config.renormalize,
+        )
+
+
+class Qwen3MoeSparseMoeBlock(nn.Module):
+    """`models/qwen3_moe.py`, forward_normal up to the choice."""
+
+    def __init__(self, gate: nn.Module, topk: TopK, experts: Any) -> None:
+        super().__init__()
+        self.gate, self.topk, self.experts = gate, topk, experts
+
+    def choose(self, hidden_states: torch.Tensor) -> Any:
+        router_logits, _ = self.gate(hidden_states)
+        return self.topk(hidden_states, router_logits)
+
+
+class GptOssSparseMoeBlock(Qwen3MoeSparseMoeBlock):
+    """`models/gpt_oss.py`, forward_normal up to the choice."""
+
+    @property
+    def router(self) -> nn.Module:
+        return self.gate

@@ -143,18 +143,52 @@ class FusedTopKRouter:
 class MoERunner(nn.Module):
     """`runner/moe_runner.py`, `_forward_impl` up to the choice."""
 
-    gate: Any
-
-    def __init__(self, gate: nn.Module | None, router: Any) -> None:
+    def __init__(self, gate: nn.Module | None, router: Any, experts: Any) -> None:
         super().__init__()
-        self.gate, self.router = gate, router
+        self.gate, self.router, self.routed_experts = gate, router, experts
         self._fse_fuse_gate = False
 
-    def choose(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        router_logits, _ = self.gate(hidden_states)
+    def choose(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.gate is not None:
+            router_logits, _ = self.gate(hidden_states)
         return self.router.select_experts(
             hidden_states=hidden_states, router_logits=router_logits, topk_indices_dtype=torch.int32
         )
+
+
+class HoldsGate(nn.Module):
+    """`models/qwen3_moe.py`: a block whose gate the runner calls."""
+
+    held = True
+
+    def __init__(self, gate: nn.Module, router: Any, experts: Any) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = MoERunner(gate if self.held else None, router, experts)
+
+    def choose(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.experts.choose(hidden_states, hidden_states if self.held else self.gate(hidden_states)[0])
+
+
+class OtherBlock(HoldsGate):
+    """One that calls its gate itself, and does with the logits what it likes."""
+
+    held = False
+
+
+class MLPBlock(OtherBlock):
+    """`models/gpt_oss.py`: one that gives them to the experts as they are."""
+
+    @property
+    def router(self) -> nn.Module:
+        return self.gate
+
+
+def model_of(config: Any, blocks: list[nn.Module]) -> nn.Module:
+    """A model as vLLM compiles it: with its VllmConfig beside its layers."""
+    model: Any = nn.ModuleList(blocks)
+    model.vllm_config = config
+    return model
 
 
 def host(**changes: Any) -> Any:
@@ -168,7 +202,6 @@ def host(**changes: Any) -> Any:
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
             cudagraph_capture_sizes=[1, 2, 512],
-            static_forward_context={},
         ),
         lora_config=None,
         weight_transfer_config=None,

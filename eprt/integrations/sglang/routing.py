@@ -1,0 +1,36 @@
+"""Finds the gates in a model of SGLang's whose product and choice eprt takes over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from eprt.integrations.engine.routing import take_over, unrouted
+
+# Blocks that give the logits of a gate of this name to their `topk` as they are, and both what the experts get.
+_GATES = {"Qwen3MoeSparseMoeBlock": "gate", "GptOssSparseMoeBlock": "router", "MixtralMoE": "gate", "OlmoeMoE": "gate"}
+
+
+def take_over_gates(model: nn.Module) -> None:
+    """Lets eprt choose experts where eprt runs them, the gate is plain, and the choice is a softmax without groups."""
+    for block in model.modules():
+        if (name := _GATES.get(type(block).__name__)) is not None:
+            _take_over(block, getattr(block, name))
+
+
+def _take_over(block: Any, gate: Any) -> None:
+    bound, choice = unrouted(block.experts), block.topk.topk_config
+    scaled = choice.apply_routed_scaling_factor_on_output or choice.num_fused_shared_experts > 0
+    biased = choice.correction_bias is not None or choice.custom_routing_function is not None
+    if bound is None or choice.use_grouped_topk or choice.scoring_func != "softmax" or scaled or biased:
+        return
+    if (choose := take_over(bound, gate, choice.top_k, renormalize=choice.renormalize)) is None:
+        return
+
+    def chosen(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = choose(hidden_states)
+        return found.weights, found.ids
+
+    choice.custom_routing_function = chosen

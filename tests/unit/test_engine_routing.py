@@ -1,0 +1,220 @@
+"""Gate and choice of an engine's MoE block, in eprt's place: against the formula, and what stays with the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.stand_ins import sglang, vllm
+from torch import nn
+
+from eprt.config import MoEConfig
+from eprt.integrations.sglang import routing as sglang_routing
+from eprt.integrations.vllm import routing as vllm_routing
+
+E, K, H, T = 16, 4, 64, 50
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def experts_of(*, invariant: bool = False) -> Any:
+    """An engine's module of experts that eprt runs, as far as its gate is concerned."""
+    runtime = SimpleNamespace(batch_invariant=invariant)
+    layer = SimpleNamespace(
+        router=None,
+        config=MoEConfig(E, K, H, 32),
+        dispatcher=SimpleNamespace(runtime=runtime),
+        start_compiling=lambda earlier: None,
+    )
+    bound = SimpleNamespace(layer=layer, state=SimpleNamespace(built=[layer]), binding=SimpleNamespace(name="layers.0"))
+    return SimpleNamespace(quant_method=SimpleNamespace(eprt=bound))
+
+
+def gate_of(weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: Any = None) -> vllm.ReplicatedLinear:
+    return vllm.ReplicatedLinear(weight, bias, out_dtype)
+
+
+class InVllm:
+    """A model of one block in vLLM."""
+
+    def __init__(self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False) -> None:
+        router = vllm.FusedTopKRouter(K, E, renormalize=renormalize)
+        self.config = vllm.host()
+        self.block = kind(gate, router, experts_of(invariant=invariant))
+        self.gate, self.choice, self.runner = gate, router, self.block.experts
+
+    def take_over(self) -> bool:
+        vllm_routing.take_over_gates(vllm.model_of(self.config, [self.block]))
+        return self.runner.routed_experts.quant_method.eprt.layer.router is not None
+
+    def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.block.choose(hidden)
+
+
+class InSglang:
+    """A model of one block in SGLang."""
+
+    def __init__(self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False) -> None:
+        self.block = kind(gate, sglang.TopK(K, renormalize=renormalize), experts_of(invariant=invariant))
+        self.gate, self.choice = gate, self.block.topk.topk_config
+
+    def take_over(self) -> bool:
+        sglang_routing.take_over_gates(nn.ModuleList([self.block]))
+        return self.block.experts.quant_method.eprt.layer.router is not None
+
+    def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self.block.choose(hidden)
+        return weights, ids
+
+
+MODELS: list[Any] = [
+    (InVllm, vllm.HoldsGate),
+    (InVllm, vllm.MLPBlock),
+    (InSglang, sglang.Qwen3MoeSparseMoeBlock),
+    (InSglang, sglang.GptOssSparseMoeBlock),
+]
+models = pytest.mark.parametrize(("engine", "kind"), MODELS, ids=[kind.__name__ for _, kind in MODELS])
+
+
+def by_formula(hidden: torch.Tensor, weight: torch.Tensor, renormalize: bool, logits: torch.dtype) -> Any:
+    """The engines': logits rounded to the gate's dtype, softmax of all experts in float32, weights unrounded."""
+    scores = (hidden.double() @ weight.double().T).to(logits).double().softmax(-1)
+    weights, ids = scores.topk(K, -1)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
+
+
+@models
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("logits", [torch.bfloat16, torch.float32])
+def test_the_choice_is_the_engines(engine: Any, kind: Any, renormalize: bool, logits: torch.dtype) -> None:
+    model = engine(kind, gate_of(random(E, H, seed=1), None, logits), renormalize)
+    assert model.take_over()
+    hidden = random(T, H, seed=2)
+    weights, ids = model.choose(hidden)
+    wanted, experts = by_formula(hidden, random(E, H, seed=1), renormalize, logits)
+    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+    # A logit on the edge of two bf16 numbers may be either: the sums are of float32 here, of float64 there.
+    same = (ids.sort(-1).values == experts.sort(-1).values).all(-1)
+    assert same.float().mean() > (0.9 if logits is torch.bfloat16 else 0.99)
+    found, wanted = (each.sort(-1).values[same] for each in (weights.double(), wanted))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2**-8 if logits is torch.bfloat16 else 1e-5)
+
+
+def test_what_vllm_records_is_what_eprt_chose() -> None:
+    model = InVllm(vllm.HoldsGate, gate_of(random(E, H, seed=1)))
+    assert model.take_over()
+    _, ids = model.choose(random(T, H, seed=2))
+    assert model.choice.recorded is not None
+    assert torch.equal(model.choice.recorded, ids)
+
+
+@models
+def test_a_bias_counts(engine: Any, kind: Any) -> None:
+    bias = torch.zeros(E, dtype=torch.bfloat16)
+    bias[3] = 100
+    model = engine(kind, gate_of(random(E, H, seed=1), bias))
+    assert model.take_over()
+    assert (model.choose(random(T, H, seed=2))[1] == 3).any(-1).all()
+
+
+@models
+def test_new_weights_are_read_in_place_and_in_another_place(engine: Any, kind: Any) -> None:
+    model, other = (engine(kind, gate_of(random(E, H, seed=seed))) for seed in (3, 1))
+    assert model.take_over()
+    assert other.take_over()
+    hidden = random(T, H, seed=2)
+    before, wanted = model.choose(hidden), other.choose(hidden)
+    assert not torch.equal(before[1], wanted[1])
+    model.gate.weight.data.copy_(random(E, H, seed=1))
+    assert all(map(torch.equal, model.choose(hidden), wanted))
+    model.gate.weight.data = random(E, H, seed=3)
+    assert all(map(torch.equal, model.choose(hidden), before))
+
+
+def quantised(gate: Any) -> None:
+    gate.quant_method = type("Fp8LinearMethod", (), {})()
+
+
+def another_gate(gate: Any) -> None:
+    gate.__class__ = type("ColumnParallelLinear", (vllm.ReplicatedLinear,), {})
+
+
+def bias_elsewhere(gate: Any) -> None:
+    gate.skip_bias_add = True
+
+
+def in_float32(gate: Any) -> None:
+    gate.weight.data = gate.weight.data.float()
+
+
+def packed(gate: Any) -> None:
+    gate.weight.data = torch.empty(0)
+
+
+@models
+@pytest.mark.parametrize("changed", [quantised, another_gate, bias_elsewhere, in_float32, packed])
+def test_gates_that_stay(engine: Any, kind: Any, changed: Callable[[Any], None]) -> None:
+    gate = gate_of(random(E, H, seed=1))
+    changed(gate)
+    assert not engine(kind, gate).take_over()
+
+
+@models
+def test_batch_invariant_layers_stay(engine: Any, kind: Any) -> None:
+    assert not engine(kind, gate_of(random(E, H, seed=1)), invariant=True).take_over()
+
+
+@pytest.mark.parametrize("kind", [vllm.HoldsGate, vllm.MLPBlock])
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("choice", {"scoring_func": "sigmoid"}),
+        ("choice", {"__class__": type("GroupedTopKRouter", (vllm.FusedTopKRouter,), {})}),
+        ("choice", {"eplb_state": object()}),
+        ("runner", {"_fse_fuse_gate": True}),
+    ],
+)
+def test_choices_that_stay_in_vllm(kind: Any, part: str, change: dict[str, Any]) -> None:
+    model = InVllm(kind, gate_of(random(E, H, seed=1)))
+    for name, value in change.items():
+        setattr(getattr(model, part), name, value)
+    assert not model.take_over()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_grouped_topk": True},
+        {"scoring_func": "sigmoid"},
+        {"correction_bias": torch.zeros(E)},
+        {"custom_routing_function": print},
+        {"num_fused_shared_experts": 1},
+        {"apply_routed_scaling_factor_on_output": True},
+    ],
+)
+def test_choices_that_stay_in_sglang(change: dict[str, Any]) -> None:
+    model = InSglang(sglang.Qwen3MoeSparseMoeBlock, gate_of(random(E, H, seed=1)))
+    vars(model.choice).update(change)
+    assert not model.take_over()
+
+
+def test_what_is_compiled_without_a_gate_has_a_key_of_its_own() -> None:
+    held, called = (InVllm(kind, gate_of(random(E, H, seed=1))) for kind in (vllm.HoldsGate, vllm.MLPBlock))
+    called.config.additional_config = {"eprt": {"strict": True}}
+    assert held.take_over()
+    assert called.take_over()
+    assert held.config.additional_config == {}
+    assert called.config.additional_config == {"eprt": {"strict": True}, vllm_routing.GATES: ["layers.0"]}
+
+
+def test_models_without_eprts_experts_stay() -> None:
+    model = InVllm(vllm.HoldsGate, gate_of(random(E, H, seed=1)))
+    model.runner.routed_experts = SimpleNamespace(quant_method=object())
+    vllm_routing.take_over_gates(model.block)
+    assert type(model.block.gate) is vllm.ReplicatedLinear
+    assert not InVllm(vllm.OtherBlock, gate_of(random(E, H, seed=1))).take_over()
