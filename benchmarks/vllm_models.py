@@ -76,6 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek-v3": DEEPSEEK_V3,
 }
 GPT_OSS = {"gpt-oss": 128, "gpt-oss-20b": 32}  # experts
+LOUD = 32.0  # an embedding's size beside what a layer adds
 MODELS = (*GPT_OSS, *CONFIGS)
 LAYERS = {"gpt-oss": 12, "gpt-oss-20b": 24, "qwen3": 24, "qwen3-30b-fp8": 48, "qwen3-fp8": 4, "deepseek-v3": 5}
 
@@ -100,7 +101,11 @@ def make_model(name: str, layers: int, models_in: Path, *, tiny: bool) -> Path:
 
 
 def write_gpt_oss(folder: Path, layers: int, num_experts: int, *, tiny: bool) -> None:
-    """gpt-oss's widths, random codes; every layer holds the first one's bytes, so only one has to be made."""
+    """gpt-oss's widths, random codes; every layer holds the first one's bytes, so only one has to be made.
+
+    The embedding outweighs all layers and is the head, too, so a sequence repeats its last token: as many sequences
+    visit as many experts in both engines. Other random weights end in the same dozen of tokens for all sequences.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -112,6 +117,8 @@ def write_gpt_oss(folder: Path, layers: int, num_experts: int, *, tiny: bool) ->
         config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32768}
     random = RandomWeights(0)
     ends, layer = end_tensors(random, config), dense_tensors(random, config)
+    embedding = ends["model.embed_tokens.weight"]
+    ends |= {"model.embed_tokens.weight": LOUD * embedding, "lm_head.weight": 0.02 * embedding}
     for name, rows, cols in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
         layer[f"mlp.experts.{name}_blocks"] = torch.randint(0, 256, (E, rows, cols // 32, 16), dtype=torch.uint8)
         # A code is 3.4 in root mean square: with this power of two a row of products keeps its input's size.
