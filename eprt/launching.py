@@ -109,6 +109,11 @@ class CachedKernel:
         elif not INTERPRETED:
             self._load()
 
+    def load(self) -> None:
+        """Loads the kernel unless it is, for a call that may come at any time."""
+        if _recorded is None and not INTERPRETED and self._run is None:
+            self._load()
+
     def _load(self) -> Callable[..., None]:
         active: Any = driver.active
         with torch.cuda.device(self._where), shared_cache():

@@ -242,11 +242,12 @@ class FusedRouter:
     def warmup(self, max_tokens: int, *, logits: bool) -> None:
         """Compiles everything that calls of up to `max_tokens` tokens need, `logits` too if asked for."""
         for number, most in enumerate(self._most):
-            splits = self._size(number).splits
+            size = self._size(number)
+            size.gemm.load()
             for dtype in (None,) if self._table is None else (torch.int32, torch.int64):
-                self._choice(splits, dtype)
+                self._choice(size.splits, dtype).load()
             if logits:
-                prepared_choice(self._logits_of(splits))
+                prepared_choice(self._logits_of(size.splits)).load()
             if most >= max_tokens:
                 return
 

@@ -25,18 +25,20 @@ from triton.runtime import driver
 from eprt import compile_ahead
 from eprt.bench.experts import random_experts
 from eprt.cli.explain import kinds_of_layers
-from eprt.config import ParallelConfig, RuntimeConfig
+from eprt.config import ParallelConfig, Routing, RuntimeConfig
 from eprt.conformance.tiny_model import gpt_oss_config
 from eprt.experts import sort_by_expert_triton
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.permute_triton import _copy_rows
 from eprt.launching import CachedKernel, Specialization, recording, shared_cache
 from eprt.placement import ExpertPlacement
+from eprt.routing.launch import FusedRouter, Rounding
 from eprt.support import Device, compiled_for
 
 ROOT = Path(__file__).parents[2]
 SM90 = Device("cuda", 90)
 META = torch.device("meta")
+FLOATS = torch.float32, torch.float32
 
 
 ONE_DIES = """
@@ -212,6 +214,19 @@ def test_what_is_recorded_is_compiled_by_a_later_call(monkeypatch):
         kernel((1, 1, 1))
     assert [each.named for each in found] == [{"K": 2, "launch_pdl": True}]
     assert kernel._run is None
+
+
+def test_a_routers_warm_up_loads_what_was_only_recorded(monkeypatch):
+    """A plugin starts to compile long before it warms up. What a warm-up leaves is loaded while tokens wait."""
+    loaded = []
+    monkeypatch.setattr(CachedKernel, "_load", lambda kernel: loaded.append(kernel._kernel.fn.__name__))
+    router = FusedRouter(torch.zeros(8, 64, dtype=torch.bfloat16), Routing("softmax_topk"), 2, Rounding(*FLOATS))
+    with compiled_for(SM90), recording() as found:
+        router.warmup(64, logits=True)
+    assert loaded == []
+    router.warmup(64, logits=True)
+    assert sorted(set(loaded)) == ["choice_kernel", "logits_kernel"]
+    assert len(loaded) >= len(found) > 3
 
 
 def test_a_kernel_that_cannot_be_compiled_is_left_to_its_first_use(monkeypatch):

@@ -194,6 +194,7 @@ def test_choices_that_stay_in_vllm(kind: Any, part: str, change: dict[str, Any])
         {"correction_bias": torch.zeros(E)},
         {"custom_routing_function": print},
         {"num_fused_shared_experts": 1},
+        {"shared_experts": SimpleNamespace(num_fused_shared_experts=1)},
         {"apply_routed_scaling_factor_on_output": True},
     ],
 )
@@ -201,6 +202,13 @@ def test_choices_that_stay_in_sglang(change: dict[str, Any]) -> None:
     model = InSglang(sglang.Qwen3MoeSparseMoeBlock, gate_of(random(E, H, seed=1)))
     vars(model.choice).update(change)
     assert not model.take_over()
+
+
+def test_sglangs_newer_config_is_read() -> None:
+    model = InSglang(sglang.Qwen3MoeSparseMoeBlock, gate_of(random(E, H, seed=1)))
+    del model.choice.num_fused_shared_experts
+    model.choice.shared_experts = SimpleNamespace(num_fused_shared_experts=0)
+    assert model.take_over()
 
 
 def test_what_is_compiled_without_a_gate_has_a_key_of_its_own() -> None:

@@ -22,7 +22,8 @@ def take_over_gates(model: nn.Module) -> None:
 
 def _take_over(block: Any, gate: Any) -> None:
     bound, choice = unrouted(block.experts), block.topk.topk_config
-    scaled = choice.apply_routed_scaling_factor_on_output or choice.num_fused_shared_experts > 0
+    shared = getattr(choice, "shared_experts", choice).num_fused_shared_experts  # the former since 0.5.23
+    scaled = choice.apply_routed_scaling_factor_on_output or shared > 0
     biased = choice.correction_bias is not None or choice.custom_routing_function is not None
     if bound is None or choice.use_grouped_topk or choice.scoring_func != "softmax" or scaled or biased:
         return
