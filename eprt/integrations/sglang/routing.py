@@ -21,11 +21,13 @@ def take_over_gates(model: nn.Module) -> None:
 
 
 def _take_over(block: Any, gate: Any) -> None:
-    bound, choice = unrouted(block.experts), block.topk.topk_config
+    if (bound := unrouted(block.experts)) is None:
+        return
+    choice = block.topk.topk_config
     shared = getattr(choice, "shared_experts", choice).num_fused_shared_experts  # the former since 0.5.23
     scaled = choice.apply_routed_scaling_factor_on_output or shared > 0
     biased = choice.correction_bias is not None or choice.custom_routing_function is not None
-    if bound is None or choice.use_grouped_topk or choice.scoring_func != "softmax" or scaled or biased:
+    if choice.use_grouped_topk or choice.scoring_func != "softmax" or scaled or biased:
         return
     if (choose := take_over(bound, gate, choice.top_k, renormalize=choice.renormalize)) is None:
         return
