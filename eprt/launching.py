@@ -92,6 +92,7 @@ class CachedKernel:
         pdl: bool = False,
         **options: Any,
     ) -> None:
+        options = {"enable_fp_fusion": True} | options  # Triton's default until 3.9
         pdl = pdl and device.type != "cpu" and Device.of(device).sm >= 90
         if pdl:
             options["launch_pdl"] = True

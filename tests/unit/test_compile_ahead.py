@@ -212,7 +212,7 @@ def test_what_is_recorded_is_compiled_by_a_later_call(monkeypatch):
     with compiled_for(SM90), recording() as found:
         kernel = CachedKernel(_copy_rows, META, (torch.int32,), {"K": 2}, pdl=True)
         kernel((1, 1, 1))
-    assert [each.named for each in found] == [{"K": 2, "launch_pdl": True}]
+    assert [each.named for each in found] == [{"K": 2, "launch_pdl": True, "enable_fp_fusion": True}]
     assert kernel._run is None
 
 

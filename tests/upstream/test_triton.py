@@ -110,7 +110,7 @@ def test_a_prepared_launch_is_tritons_own_without_its_search(runs):
     arguments, constants = (x, None, out, (16, 3), 7, 32), {"BLOCK": 64, "TWICE": False}
     given = torch.float32, None, torch.float32, (16, 3), 2, like(32)
     prepared = CachedKernel(add_kernel, torch.device("cuda", DEVICE), given, constants, num_warps=2)
-    add_kernel[3, 2, 1](*arguments, **constants, num_warps=2)
+    add_kernel[3, 2, 1](*arguments, **constants, enable_fp_fusion=True, num_warps=2)
     assert len(add_kernel.device_caches[DEVICE][0]) == 1, "Triton's own launch compiled another kernel"
     prepared((3, 2, 1), *arguments)
     theirs, ours = runs
