@@ -53,6 +53,7 @@ def ranks_run(
     ep: bool = True,
     updates: list[tuple[str, Path | str]] | None = None,
     as_gpu: bool = False,
+    gates: bool = False,
     **llm: Any,
 ) -> tuple[list[int], list[str], list[list[list[int]]]]:
     """Exit codes, logs and tokens of `dp` programs, one for each list of prompts."""
@@ -61,7 +62,7 @@ def ranks_run(
     programs: list[subprocess.Popen[bytes]] = []
     for rank, out in enumerate(outs):
         spec = {"model": str(model), "dtype": dtype, "dp": dp, "tp": tp, "ep": ep}
-        spec |= {"rank": rank, "port": port, "llm": llm, "as_gpu": as_gpu}
+        spec |= {"rank": rank, "port": port, "llm": llm, "as_gpu": as_gpu, "gates": gates}
         spec |= {"prompts": prompts[rank], "out": str(out), "all_out": [str(path) for path in outs]}
         if updates is not None:
             spec["updates"] = [(way, str(checkpoint)) for way, checkpoint in updates]
@@ -246,17 +247,33 @@ def test_a_draft_model_beside_lora_of_attention(
     assert "6 of 6 MoE layers (model.layers.0.mlp.experts to draft_model.model.layers.2.mlp.experts)" in log
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)], ids=["dp2-ep", "tp2-without-ep"])
-def test_mxfp4_tokens_are_those_of_transformers(dp: int, tp: int, gpt_oss: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def gpt_oss_tokens(gpt_oss: Path) -> list[list[int]]:
     """vLLM itself has no MXFP4 experts on CPU; transformers decodes them. It computes in float32 here, vLLM in bf16: of
     twenty checkpoints the one is taken whose best token leads the next by most."""
     from transformers import AutoModelForCausalLM
 
     want, lead = by_transformers(AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16).float())
     assert lead > 0.025  # bf16's own differences from float32 reach 0.02 of these logits' deviation
+    return want
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)], ids=["dp2-ep", "tp2-without-ep"])
+def test_mxfp4_tokens_are_those_of_transformers(
+    dp: int, tp: int, gpt_oss: Path, gpt_oss_tokens: list[list[int]], tmp_path: Path
+) -> None:
     tokens, log = serve(tmp_path, gpt_oss, "bfloat16", dp, tp)
-    assert tokens == want
+    assert tokens == gpt_oss_tokens
     assert "mxfp4, 8 experts, top-4" in log
+
+
+def test_experts_are_chosen_by_eprt_in_a_gates_place(
+    gpt_oss: Path, gpt_oss_tokens: list[list[int]], tmp_path: Path
+) -> None:
+    codes, logs, [tokens] = ranks_run(tmp_path, gpt_oss, "bfloat16", 1, 1, "eprt", [PROMPTS], ep=False, gates=True)
+    assert codes == [0], logs[0][-3000:]
+    assert "of 2 layers the gate and the choice of experts are eprt's, too" in logs[0]
+    assert tokens == gpt_oss_tokens
 
 
 def test_a_router_with_a_bias_and_shared_experts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 SPEC: model, dtype, dp, tp, ep, rank, port, prompts (ids, tokens to add), out, all_out, further LLM arguments, and
 updates: (way, checkpoint), each followed by the same prompts. Without updates the file holds one list of tokens.
 With `as_gpu`, vLLM checks its flags as it does where GPUs are: its CPU build refuses some that nothing on CPU hinders.
+With `gates`, its routers are as GPUs have them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def main() -> None:
             VLLM_DP_MASTER_IP="127.0.0.1",
             VLLM_DP_MASTER_PORT=str(spec["port"]),
         )
+    if spec.get("gates"):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what is patched is patched in this process
     from vllm import SamplingParams
 
     llm = started(spec)
@@ -69,6 +72,24 @@ class AsGpu:
         return True
 
 
+def keep_gates(stack: ExitStack) -> None:
+    """On a CPU vLLM packs gates, and its routers have a class of their own."""
+    import torch
+    import vllm.model_executor.layers.fused_moe.router.router_factory as routers
+    from vllm.model_executor.layers import utils
+
+    pack, kind = utils.dispatch_cpu_unquantized_gemm, type("FusedTopKRouter", (routers.CPURouter,), {})
+
+    def unless_gate(layer: Any, remove_weight: bool) -> None:
+        if type(layer).__name__ == "GateLinear":
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            pack(layer, remove_weight)
+
+    stack.enter_context(patch.object(utils, "dispatch_cpu_unquantized_gemm", unless_gate))
+    stack.enter_context(patch.object(routers, "CPURouter", kind))
+
+
 def started(spec: dict[str, Any]) -> Any:
     """Starts this rank's engine."""
     import vllm.config.model
@@ -78,6 +99,8 @@ def started(spec: dict[str, Any]) -> Any:
     with ExitStack() as stack:
         for module in (vllm.config.model, vllm.config.parallel) if spec.get("as_gpu") else ():
             stack.enter_context(patch.object(module, "current_platform", AsGpu(module.current_platform)))
+        if spec.get("gates"):
+            keep_gates(stack)
         return LLM(
             model=spec["model"],
             dtype=spec["dtype"],
