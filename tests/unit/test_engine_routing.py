@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.stand_ins import sglang, vllm
+from support.stand_ins.vllm import ReplicatedLinear
 from torch import nn
 
 from eprt.config import MoEConfig
@@ -18,8 +19,8 @@ from eprt.integrations.vllm import routing as vllm_routing
 E, K, H, T = 16, 4, 64, 50
 
 
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def experts_of(*, invariant: bool = False) -> Any:
@@ -33,10 +34,6 @@ def experts_of(*, invariant: bool = False) -> Any:
     )
     bound = SimpleNamespace(layer=layer, state=SimpleNamespace(built=[layer]), binding=SimpleNamespace(name="layers.0"))
     return SimpleNamespace(quant_method=SimpleNamespace(eprt=bound))
-
-
-def gate_of(weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: Any = None) -> vllm.ReplicatedLinear:
-    return vllm.ReplicatedLinear(weight, bias, out_dtype)
 
 
 class InVllm:
@@ -68,8 +65,7 @@ class InSglang:
         return self.block.experts.quant_method.eprt.layer.router is not None
 
     def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = self.block.choose(hidden)
-        return weights, ids
+        return self.block.choose(hidden)
 
 
 MODELS: list[Any] = [
@@ -92,7 +88,7 @@ def by_formula(hidden: torch.Tensor, weight: torch.Tensor, renormalize: bool, lo
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("logits", [torch.bfloat16, torch.float32])
 def test_the_choice_is_the_engines(engine: Any, kind: Any, renormalize: bool, logits: torch.dtype) -> None:
-    model = engine(kind, gate_of(random(E, H, seed=1), None, logits), renormalize)
+    model = engine(kind, ReplicatedLinear(random(E, H, seed=1), None, logits), renormalize)
     assert model.take_over()
     hidden = random(T, H, seed=2)
     weights, ids = model.choose(hidden)
@@ -106,7 +102,7 @@ def test_the_choice_is_the_engines(engine: Any, kind: Any, renormalize: bool, lo
 
 
 def test_what_vllm_records_is_what_eprt_chose() -> None:
-    model = InVllm(vllm.HoldsGate, gate_of(random(E, H, seed=1)))
+    model = InVllm(vllm.HoldsGate, ReplicatedLinear(random(E, H, seed=1)))
     assert model.take_over()
     _, ids = model.choose(random(T, H, seed=2))
     assert model.choice.recorded is not None
@@ -117,14 +113,14 @@ def test_what_vllm_records_is_what_eprt_chose() -> None:
 def test_a_bias_counts(engine: Any, kind: Any) -> None:
     bias = torch.zeros(E, dtype=torch.bfloat16)
     bias[3] = 100
-    model = engine(kind, gate_of(random(E, H, seed=1), bias))
+    model = engine(kind, ReplicatedLinear(random(E, H, seed=1), bias))
     assert model.take_over()
     assert (model.choose(random(T, H, seed=2))[1] == 3).any(-1).all()
 
 
 @models
 def test_new_weights_are_read_in_place_and_in_another_place(engine: Any, kind: Any) -> None:
-    model, other = (engine(kind, gate_of(random(E, H, seed=seed))) for seed in (3, 1))
+    model, other = (engine(kind, ReplicatedLinear(random(E, H, seed=seed))) for seed in (3, 1))
     assert model.take_over()
     assert other.take_over()
     hidden = random(T, H, seed=2)
@@ -141,7 +137,7 @@ def quantised(gate: Any) -> None:
 
 
 def another_gate(gate: Any) -> None:
-    gate.__class__ = type("ColumnParallelLinear", (vllm.ReplicatedLinear,), {})
+    gate.__class__ = type("ColumnParallelLinear", (ReplicatedLinear,), {})
 
 
 def bias_elsewhere(gate: Any) -> None:
@@ -159,14 +155,14 @@ def packed(gate: Any) -> None:
 @models
 @pytest.mark.parametrize("changed", [quantised, another_gate, bias_elsewhere, in_float32, packed])
 def test_gates_that_stay(engine: Any, kind: Any, changed: Callable[[Any], None]) -> None:
-    gate = gate_of(random(E, H, seed=1))
+    gate = ReplicatedLinear(random(E, H, seed=1))
     changed(gate)
     assert not engine(kind, gate).take_over()
 
 
 @models
 def test_batch_invariant_layers_stay(engine: Any, kind: Any) -> None:
-    assert not engine(kind, gate_of(random(E, H, seed=1)), invariant=True).take_over()
+    assert not engine(kind, ReplicatedLinear(random(E, H, seed=1)), invariant=True).take_over()
 
 
 @pytest.mark.parametrize("kind", [vllm.HoldsGate, vllm.MLPBlock])
@@ -180,7 +176,7 @@ def test_batch_invariant_layers_stay(engine: Any, kind: Any) -> None:
     ],
 )
 def test_choices_that_stay_in_vllm(kind: Any, part: str, change: dict[str, Any]) -> None:
-    model = InVllm(kind, gate_of(random(E, H, seed=1)))
+    model = InVllm(kind, ReplicatedLinear(random(E, H, seed=1)))
     for name, value in change.items():
         setattr(getattr(model, part), name, value)
     assert not model.take_over()
@@ -199,20 +195,20 @@ def test_choices_that_stay_in_vllm(kind: Any, part: str, change: dict[str, Any])
     ],
 )
 def test_choices_that_stay_in_sglang(change: dict[str, Any]) -> None:
-    model = InSglang(sglang.Qwen3MoeSparseMoeBlock, gate_of(random(E, H, seed=1)))
+    model = InSglang(sglang.Qwen3MoeSparseMoeBlock, ReplicatedLinear(random(E, H, seed=1)))
     vars(model.choice).update(change)
     assert not model.take_over()
 
 
 def test_sglangs_newer_config_is_read() -> None:
-    model = InSglang(sglang.Qwen3MoeSparseMoeBlock, gate_of(random(E, H, seed=1)))
+    model = InSglang(sglang.Qwen3MoeSparseMoeBlock, ReplicatedLinear(random(E, H, seed=1)))
     del model.choice.num_fused_shared_experts
     model.choice.shared_experts = SimpleNamespace(num_fused_shared_experts=0)
     assert model.take_over()
 
 
 def test_what_is_compiled_without_a_gate_has_a_key_of_its_own() -> None:
-    held, called = (InVllm(kind, gate_of(random(E, H, seed=1))) for kind in (vllm.HoldsGate, vllm.MLPBlock))
+    held, called = (InVllm(kind, ReplicatedLinear(random(E, H, seed=1))) for kind in (vllm.HoldsGate, vllm.MLPBlock))
     called.config.additional_config = {"eprt": {"strict": True}}
     assert held.take_over()
     assert called.take_over()
@@ -221,8 +217,8 @@ def test_what_is_compiled_without_a_gate_has_a_key_of_its_own() -> None:
 
 
 def test_models_without_eprts_experts_stay() -> None:
-    model = InVllm(vllm.HoldsGate, gate_of(random(E, H, seed=1)))
+    model = InVllm(vllm.HoldsGate, ReplicatedLinear(random(E, H, seed=1)))
     model.runner.routed_experts = SimpleNamespace(quant_method=object())
     vllm_routing.take_over_gates(model.block)
-    assert type(model.block.gate) is vllm.ReplicatedLinear
-    assert not InVllm(vllm.OtherBlock, gate_of(random(E, H, seed=1))).take_over()
+    assert type(model.block.gate) is ReplicatedLinear
+    assert not InVllm(vllm.OtherBlock, ReplicatedLinear(random(E, H, seed=1))).take_over()
