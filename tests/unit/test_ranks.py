@@ -46,6 +46,10 @@ class TestHealthy:
         assert (first, second) == (fourth, third)
         assert first != second, "as torchrun's: pairs, and every other rank, differ"
 
+    def test_collections_leave_out_what_the_server_imported(self, pool):
+        for frozen, seen in pool.run(jobs.frozen):
+            assert frozen > 100_000 > seen
+
     def test_collectives_work_and_processes_are_reused(self, pool):
         pids = pool.run(jobs.pid)
         assert [pool.run(jobs.total) for _ in range(2)] == [[10] * 4] * 2

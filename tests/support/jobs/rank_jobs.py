@@ -4,6 +4,7 @@ it in a gloo collective."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -38,6 +39,11 @@ def dies_before_it_shares(context, path):
 
 def hash_seed(context):
     return hash("a word")
+
+
+def frozen(context):
+    """How many objects its collections leave out, and how many they look through."""
+    return gc.get_freeze_count(), len(gc.get_objects())
 
 
 def threads(context):
