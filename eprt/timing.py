@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+from eprt.garbage import without_collections
 
 
 def device_microseconds(*calls: Callable[[], object], repeats: int = 5, rounds: int = 3) -> float:
@@ -18,10 +19,9 @@ def device_microseconds(*calls: Callable[[], object], repeats: int = 5, rounds: 
     """
     for call in calls:
         call()
-    gc.collect()  # what is freed by chance during the capture could end it
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with without_collections(), torch.cuda.graph(graph):
         for _ in range(repeats):
             for call in calls:
                 call()

@@ -5,7 +5,6 @@ Times are microseconds. The stopwatches are those of `eprt.timing`; what is adde
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from eprt.errors import EprtError, RankLost
+from eprt.garbage import without_collections
 from eprt.ranks.process import RankContext
 from eprt.timing import host_stopwatch
 from eprt.world import World
@@ -136,9 +136,8 @@ def _device(
 @contextmanager
 def _replays(world: World, call: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Yields the warmed replay of a CUDA graph of the call; on leaving, all ranks are done with it."""
-    gc.collect()  # what is freed by chance during the capture could end it
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
+    with without_collections(), torch.cuda.graph(captured):
         call()
     for _ in range(_WARM_REPLAYS):
         captured.replay()

@@ -5,7 +5,6 @@ On CPUs there is nothing to capture: a recording is the call itself, so all but 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 
 from eprt.dispatch import DISPATCHERS, Dispatcher
 from eprt.experts import EXECUTORS
+from eprt.garbage import without_collections
 from eprt.plan import Plan
 from eprt.world import World
 
@@ -180,14 +180,8 @@ class PeerWatch:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Surrounds a capture whose owner asks for `changed` before each replay."""
-        collects = gc.isenabled()
-        gc.collect()  # what is freed by chance during a capture could end it
-        gc.disable()
-        try:
+        with without_collections():
             yield
-        finally:
-            if collects:
-                gc.enable()
         self._generation = self._world.generation
 
     def wait(self) -> None:

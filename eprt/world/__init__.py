@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, RankLost, UsageError
+from eprt.garbage import without_collections
 from eprt.world.agree import Header, agree_step, exchange
 from eprt.world.collectives import Collectives, Membership, Step
 from eprt.world.groups import (
@@ -119,9 +120,8 @@ class World(Collectives):
             if owns_default:
                 guard.bounded(lambda: init_default_group(met, where, timeout_s), timeout_s)
             meshes, made = guard.bounded(lambda: make_meshes(where, parallel, timeout_s), timeout_s)
-        group = dist.distributed_c10d._get_default_group()
-        attention_tp_group = meshes[0]["attention_tp"].get_group()
-        membership = Membership(dist.get_rank(), dist.get_world_size(), where, parallel, group, attention_tp_group)
+        groups = dist.distributed_c10d._get_default_group(), meshes[0]["attention_tp"].get_group()
+        membership = Membership(dist.get_rank(), dist.get_world_size(), where, parallel, *groups)
         world = cls(membership, timeout_s, owns_default=owns_default, guard=guard)
         world.attention_mesh, world.moe_mesh = meshes
         world._lifecycle.own_groups = made
@@ -346,6 +346,7 @@ class World(Collectives):
         """Gives one `resource(key)` back. A key that `close` already freed is ignored."""
         self._resources.release(key)
 
+    @without_collections()
     def warmup(self, *things: Warmable) -> None:
         """Compiles, tunes and allocates now on every rank, then waits for all. Lazy work afterwards is an error.
 

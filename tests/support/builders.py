@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from eprt.conformance.checks import Check, Kind, check_transport, run_checks, su
 from eprt.conformance.oracle import shard_weights
 from eprt.dispatch import Dispatcher
 from eprt.errors import EprtError
+from eprt.garbage import without_collections
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.weights import ExpertWeights
@@ -86,10 +86,9 @@ def recorded(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[to
         out = call()
         return out, lambda: out.copy_(call())
     torch.cuda.synchronize()
-    gc.collect()  # what is freed by chance during the capture could end it
     graph = torch.cuda.CUDAGraph()
     # Other threads (NCCL's watchdog) may ask for events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with without_collections(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = call()
     return out, graph.replay
 
