@@ -6,21 +6,20 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_blocks: list[object] = []
+_enabled: list[bool] = []  # whether collections were, as each open block found them
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Collects once before the block and not inside it. A block within another one doesn't collect again: beside torch
     and transformers a collection takes 0.2 s, and each layer has graphs of its own."""
-    enabled = gc.isenabled()
-    if not _blocks:
+    if not _enabled:
         gc.collect()
+    _enabled.append(gc.isenabled())
     gc.disable()
-    _blocks.append(enabled)
     try:
         yield
     finally:
-        _blocks.pop()
-        if enabled:
+        enabled = _enabled.pop()
+        if enabled and not _enabled:
             gc.enable()

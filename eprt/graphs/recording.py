@@ -1,4 +1,4 @@
-"""What every kind of graph needs: rows that only fill a batch up, one recorded call, and a wait that notices the lost.
+"""Serves every kind of graph: rows that only fill a batch up, one recorded call, and a wait that notices the lost.
 
 On CPUs there is nothing to capture: a recording is the call itself, so all but the capture is the same code there.
 """
@@ -21,7 +21,7 @@ from eprt.world import World
 
 
 class GraphedLayer(Protocol):
-    """What graphs need to know of an `ExpertParallelMoE`."""
+    """Says what graphs need to know of an `ExpertParallelMoE`."""
 
     @property
     def plan(self) -> Plan: ...
@@ -148,7 +148,7 @@ class Recording:
 
 
 class PeerWatch:
-    """What the dispatchers of some layers know of the other ranks.
+    """Asks the dispatchers of some layers what they know of the other ranks.
 
     Args:
         layers: whose graphs these are.

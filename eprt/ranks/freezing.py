@@ -5,5 +5,4 @@ A rank forked from it neither looks through all of that in each collection nor c
 
 import gc
 
-gc.collect()
 gc.freeze()
