@@ -30,7 +30,7 @@ def start_servers(size: int) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for server in _SERVERS[:size]:
-            server.set_forkserver_preload([*_PRELOAD, "eprt.ranks.freezing"])
+            server.set_forkserver_preload(["eprt.ranks.freezing", *_PRELOAD])
             server.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

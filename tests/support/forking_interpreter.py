@@ -86,16 +86,17 @@ def _prepare() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit.register(_leave)
+    gc.disable()
     for name in ("support.interpreters", *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.collect()
     gc.freeze()  # else a fork's first collection would write to, and so copy, all that it shares
 
 
 if __name__ == "__main__":
     _prepare()
     request, descriptors = _request(socket.socket(fileno=int(sys.argv[1])))
+    gc.enable()
     _settle(request, descriptors)
     sys.modules["support.interpreters"].fork_servers()
     if request["finalizes"]:
