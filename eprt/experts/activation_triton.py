@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 
 from eprt.config import Activation
-from eprt.launching import INTERPRETED, CachedKernel
+from eprt.launching import CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 
 BLOCK = 1024  # columns a program activates at a time
 CTAS = 2048  # that share all experts' rows
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 # 1 / (1 + 2^(-x / ln 2)) by the instructions for it, each off by 2 units in the last place of float32 at most.
 _SIGMOID = tl.constexpr("""{
     .reg .f32 t;
@@ -31,11 +30,7 @@ _SIGMOID = tl.constexpr("""{
 @triton.jit
 def _sigmoid(x):
     """Half the instructions of `tl.sigmoid`, which cares for denormals: at the end of a GEMM they aren't free."""
-    if _INTERPRETED:
-        value = tl.sigmoid(x)
-    else:
-        value = tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return value
+    return tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -25,29 +24,12 @@ _EPSILON = tl.constexpr(1e-20)  # both as in eprt.routing.formulas
 _NORM_MIN = tl.constexpr(1e-12)
 _TAKEN = tl.constexpr(-(2**31))  # below every score's key
 _NAN = tl.constexpr(2**31 - 1)  # above every score's key
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # libdevice is for GPUs only
 
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
     """Rounds float32 as a tensor of `dtype` would hold it."""
     return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _exp(x):
-    """As torch's; tl.exp is off by more than 1e-6 where |x| is large."""
-    if _INTERPRETED:
-        return tl.exp(x)
-    return libdevice.exp(x)
-
-
-@triton.jit
-def _log1p(x):
-    if _INTERPRETED:
-        u = 1.0 + x  # x / (u - 1) makes up for what u lost of x (Kahan)
-        return tl.where(u == 1.0, x, tl.log(u) * tl.div_rn(x, tl.where(u == 1.0, 1.0, u - 1.0)))
-    return libdevice.log1p(x)
 
 
 @triton.jit
@@ -93,7 +75,7 @@ def _best_groups(key, g, i, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, BEST
 
 @triton.jit
 def _sigmoid(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + _exp(-x))
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-x))
 
 
 @triton.jit
@@ -102,10 +84,10 @@ def _scores(logits, here, METHOD: tl.constexpr, dtype: tl.constexpr):
     if METHOD == "grouped_sigmoid":
         return _sigmoid(logits)
     if METHOD == "sqrt_softplus" or METHOD == "hash":
-        soft = tl.where(logits > 20.0, logits, _log1p(_exp(tl.minimum(logits, 20.0))))
+        soft = tl.where(logits > 20.0, logits, libdevice.log1p(libdevice.exp(tl.minimum(logits, 20.0))))
         return _rounded(tl.sqrt_rn(_rounded(soft, dtype)), dtype)
     if METHOD == "softmax_topk" or METHOD == "grouped_softmax":
-        power = tl.where(here, _exp(logits - tl.max(tl.max(tl.where(here, logits, float("-inf")), 1), 0)), 0.0)
+        power = tl.where(here, libdevice.exp(logits - tl.max(tl.max(tl.where(here, logits, float("-inf")), 1), 0)), 0.0)
         return _divide(power, tl.sum(tl.sum(power, 1), 0))
     return logits
 
@@ -114,7 +96,7 @@ def _scores(logits, here, METHOD: tl.constexpr, dtype: tl.constexpr):
 def _weights(score, used, METHOD: tl.constexpr, RENORMALIZE: tl.constexpr, SCALING: tl.constexpr, dtype: tl.constexpr):
     """Returns the chosen experts' weights from their scores. A new method ends here."""
     if METHOD == "topk_softmax":
-        power = tl.where(used, _exp(score - tl.max(tl.where(used, score, float("-inf")), 0)), 0.0)
+        power = tl.where(used, libdevice.exp(score - tl.max(tl.where(used, score, float("-inf")), 0)), 0.0)
         weight = _rounded(_divide(power, tl.sum(power, 0)), dtype)
     elif METHOD == "topk_sigmoid":
         weight = _rounded(_sigmoid(score), dtype)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
 from eprt.experts.grouped.four_bit import (
     C_FROM_A,
@@ -35,11 +34,9 @@ _SCALED_LOW = tl.constexpr(_SCALED.format("l"))
 _SCALED_HIGH = tl.constexpr(_SCALED.format("h"))
 _TIMES_IMMEDIATE = "{{.reg .b32 d; mov.b32 d, {0}; mul.bf16x2 $0, $1, d;}}"
 # bf16 twice: 1 / 16, and -8 times 2 ** -133, the code of zero.
-_SIXTEENTH, _LESS_EIGHT = tl.constexpr(0x3D803D80), tl.constexpr(0x80088008)
-_SIXTEENTH_ASM = tl.constexpr(_TIMES_IMMEDIATE.format(0x3D803D80))
-_LESS_EIGHT_ASM = tl.constexpr(_TIMES_IMMEDIATE.format(0x80088008))
+_TIMES_SIXTEENTH = tl.constexpr(_TIMES_IMMEDIATE.format(0x3D803D80))
+_TIMES_LESS_EIGHT = tl.constexpr(_TIMES_IMMEDIATE.format(0x80088008))
 _LOW_NIBBLES, _HIGH_NIBBLES = tl.constexpr(0x000F000F), tl.constexpr(0x00F000F0)
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # PTX is for GPUs only
 _UNIT = tl.constexpr(UNIT)
 _UNIT_WORDS = tl.constexpr(UNIT_WORDS)
 _ROW_PAIRS = tl.constexpr(ROW_PAIRS)
@@ -64,33 +61,13 @@ def _turned(word, TURN: tl.constexpr):
 @triton.jit
 def rest_of(a, b):
     """Word C."""
-    if _INTERPRETED:
-        return ((a ^ b) & _C_FROM_A) ^ b
     # LLVM would make two instructions of it.
     return tl.inline_asm_elementwise(_SELECT, "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _half(pair, HIGH: tl.constexpr):
-    """float32 of the bf16 in the low or high half."""
-    bits = pair & 0xFFFF0000 if HIGH else pair << 16
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _both_halves(low, high):
-    """float32 rounded to bf16, to nearest and ties to even, two in 32 bits."""
-    low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
-    low, high = low + 0x7FFF + ((low >> 16) & 1), high + 0x7FFF + ((high >> 16) & 1)
-    return (low >> 16) | (high & 0xFFFF0000)
-
-
-@triton.jit
 def _times(pair, scales, HIGH: tl.constexpr):
     """Two bf16 in 32 bits times the bf16 in the low or high half of `scales`."""
-    if _INTERPRETED:
-        scale = _half(scales, HIGH)
-        return _both_halves(_half(pair, False) * scale, _half(pair, True) * scale)
     asm: tl.constexpr = _TIMES_HIGH if HIGH else _TIMES_LOW
     return tl.inline_asm_elementwise(asm, "=r,r,r", [pair, scales], tl.uint32, is_pure=True, pack=1)
 
@@ -98,9 +75,6 @@ def _times(pair, scales, HIGH: tl.constexpr):
 @triton.jit
 def _less(pair, others, HIGH: tl.constexpr):
     """Two bf16 in 32 bits less the bf16 in the low or high half of `others`."""
-    if _INTERPRETED:
-        other = _half(others, HIGH)
-        return _both_halves(_half(pair, False) - other, _half(pair, True) - other)
     asm: tl.constexpr = _LESS_HIGH if HIGH else _LESS_LOW
     return tl.inline_asm_elementwise(asm, "=r,r,r", [pair, others], tl.uint32, is_pure=True, pack=1)
 
@@ -108,18 +82,13 @@ def _less(pair, others, HIGH: tl.constexpr):
 @triton.jit
 def _scaled(pair, scales, offsets, HIGH: tl.constexpr):
     """Two bf16 times a scale, plus an offset, rounded once: both in the low or high half."""
-    if _INTERPRETED:
-        scale, offset = _half(scales, HIGH), _half(offsets, HIGH)
-        return _both_halves(_half(pair, False) * scale + offset, _half(pair, True) * scale + offset)
     asm: tl.constexpr = _SCALED_HIGH if HIGH else _SCALED_LOW
     return tl.inline_asm_elementwise(asm, "=r,r,r,r", [pair, scales, offsets], tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _times_each(scales, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Both bf16 of `scales` times the one that is twice in BITS."""
-    if _INTERPRETED:
-        return _times(scales, tl.full(scales.shape, BITS, tl.uint32), False)
+def _times_each(scales, ASM: tl.constexpr):
+    """Both bf16 of `scales` times the one that ASM names."""
     return tl.inline_asm_elementwise(ASM, "=r,r", [scales], tl.uint32, is_pure=True, pack=1)
 
 
@@ -192,8 +161,8 @@ def _int4_scales(scales, WORDS: tl.constexpr, ZEROS: tl.constexpr):
             scales = tl.reshape(scales, scales.shape[:-1] + [2, 2])  # noqa: RUF005  (Triton unpacks no lists)
         scale, other = tl.split(scales)
     else:
-        scale, other = scales, _times_each(scales, _LESS_EIGHT, _LESS_EIGHT_ASM)
-    sixteenth = _times_each(scale, _SIXTEENTH, _SIXTEENTH_ASM)
+        scale, other = scales, _times_each(scales, _TIMES_LESS_EIGHT)
+    sixteenth = _times_each(scale, _TIMES_SIXTEENTH)
     OF_ALL_COLUMNS: tl.constexpr = 2 if ZEROS else 1
     if WORDS == OF_ALL_COLUMNS:
         scale, sixteenth, other = tl.join(scale, scale), tl.join(sixteenth, sixteenth), tl.join(other, other)
@@ -251,6 +220,4 @@ def four_bit_block(w, w_scale, column, start, C: tl.constexpr):
 def settled(total):
     """The same float32 values, once the tensor cores have written them: what they read from registers until then may be
     written again. Without it Triton 3.6 lets the next block's values overwrite those still being read."""
-    if not _INTERPRETED:
-        total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=False, pack=1)
-    return total
+    return tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=False, pack=1)

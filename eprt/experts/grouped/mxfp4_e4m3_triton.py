@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
 from eprt.experts.grouped.four_bit import ROW_PAIRS, UNIT, UNIT_WORDS
 
 _PERMUTE = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # PTX is for GPUs only
 # E4M3 of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6, where 0.5 has exponent field 1; and what one field more adds, over 8.
 _LOW, _HIGH = tl.constexpr(0x14100800), tl.constexpr(0x24201C18)
 _LOW_STEP, _HIGH_STEP = tl.constexpr(0x01010100), tl.constexpr(0x01010101)
@@ -20,19 +18,8 @@ _MAGNITUDES, _SIGNS = tl.constexpr(0x77777777), tl.constexpr(0x80808080)
 
 
 @triton.jit
-def _byte_of(low, high, selector, AT: tl.constexpr):
-    """Byte AT of `_selected`, there."""
-    code = (selector >> (4 * AT)) & 7
-    word = tl.where(code < 4, low, high)
-    return ((word >> ((code & 3) * 8)) & 0xFF) << (8 * AT)
-
-
-@triton.jit
 def _selected(low, high, selector):
     """Four bytes of the eight in `low` and `high`, by the lower four nibbles of `selector`, which are below 8."""
-    if _INTERPRETED:
-        first = _byte_of(low, high, selector, 0) | _byte_of(low, high, selector, 1)
-        return first | _byte_of(low, high, selector, 2) | _byte_of(low, high, selector, 3)
     return tl.inline_asm_elementwise(_PERMUTE, "=r,r,r,r", [low, high, selector], tl.uint32, is_pure=True, pack=1)
 
 

@@ -4,6 +4,7 @@
   own casts, to nearest and ties to even as the hardware's are, take their place.
 * `tl.dot` multiplies bf16 as the whole numbers that hold its bits, and takes e4m3 through float16.
 * A comparison of scalars keeps the integer type of its operands, so that `block & scalar` isn't a mask any more.
+* Inline PTX (`inline_ptx`) and libdevice's functions aren't there.
 * Each call of a device function looks through all of `tl` for what to replace, each tensor makes objects of its shape,
   and each addition of whole numbers makes ten tensors to see that nothing overflows: most of the interpreter's time.
 """
@@ -18,8 +19,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from support.stand_ins import inline_ptx
 
 # Of each Triton type, torch's, and the one that numpy holds its bits in.
 _DTYPES = {
@@ -46,6 +50,8 @@ def apply() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = _init_block_type, _init_tensor
     TritonSemantic.broadcast_impl_value = _broadcast_to_each_other
     TritonSemantic.binary_op_sanitize_overflow_impl = _refuse_overflow
+    tl.inline_asm_elementwise = _inline_asm
+    libdevice.exp, libdevice.log1p = _in_float64(np.exp), _in_float64(np.log1p)
 
 
 @functools.cache
@@ -122,3 +128,18 @@ def _in_float32(operand):
     if found is None:
         return operand.data
     return torch.from_numpy(np.ascontiguousarray(operand.data)).view(found[0]).float().numpy()
+
+
+def _inline_asm(asm, constraints, args, dtype, is_pure, pack):
+    text, *given = (each.value if isinstance(each, tl.constexpr) else each for each in (asm, *args))
+    arrays = [each.handle.data if isinstance(each, tl.tensor) else np.uint32(each) for each in given]
+    return _tensor(inline_ptx.execute(text, arrays).view(_np_dtype(dtype)), dtype)
+
+
+def _in_float64(function):
+    return lambda x: _tensor(function(x.handle.data.astype(np.float64)).astype(np.float32), tl.float32)
+
+
+def _tensor(values, element):
+    of = tl.block_type(element, list(values.shape)) if values.shape else element
+    return tl.tensor(interpreter.TensorHandle(values, element), of)
