@@ -30,11 +30,13 @@ fi
 "$python" -m pip --disable-pip-version-check freeze | grep '^torch==' >.venv/torch-constraint.txt
 echo "setup: installing eprt and what it needs to $kind into .venv (once)"
 if [ "$kind" = test ]; then
+  # Beside the rest, as pip unpacks one wheel after another. --no-deps: their own requirements would bring CUDA packages
+  # that signature tests don't need. CUDA builds of torch come with the triton they need.
+  kernels=(-r scripts/requirements-kernels.txt)
+  "$python" -c 'import triton' 2>/dev/null || kernels+=(triton==3.9.0)
+  pip --no-deps "${kernels[@]}" &
   pip -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot,docs]'
-  # --no-deps: their own requirements would bring CUDA packages that signature tests don't need.
-  pip --no-deps -r scripts/requirements-kernels.txt
-  # CUDA builds of torch come with the triton they need.
-  "$python" -c 'import triton' 2>/dev/null || pip triton==3.9.0
+  wait $!
 else
   pip -c .venv/torch-constraint.txt -e .
 fi
