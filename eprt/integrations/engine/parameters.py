@@ -31,13 +31,14 @@ class ParameterLayout:
     """Describes how one of an engine's quantisation methods keeps its experts.
 
     Attributes:
-        weight_format: (method, dtype of unquantised parameters) -> number format. Raises FallsBackToEngine.
+        weight_format: (method, or the scheme that it asks; intermediate size that is left to a rank; dtype of
+            unquantised parameters) -> number format. Raises FallsBackToEngine.
         matrices: parameters -> (gate_up, down), rows still in the engine's order.
         unset: parameters that a checkpoint may lack without the engine noticing: NaN before loading, checked after.
         spare_biases: biases are declared for every model; those that stay zero are none.
     """
 
-    weight_format: Callable[[Any, torch.dtype], WeightFormat]
+    weight_format: Callable[[Any, int, torch.dtype], WeightFormat]
     matrices: Callable[[Parameters], tuple[Matrix, Matrix]]
     unset: tuple[str, ...] = ()
     spare_biases: bool = False
@@ -88,7 +89,7 @@ def _require_loaded(name: str, parameters: Parameters) -> None:
     )
 
 
-def plain(_: Any, dtype: torch.dtype) -> WeightFormat:
+def plain(_: Any, __: int, dtype: torch.dtype) -> WeightFormat:
     """Returns the number format of unquantised experts."""
     names: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bf16", torch.float32: "f32"}
     if dtype not in names:
@@ -118,15 +119,11 @@ def fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     return up, Fp8Tensor(p["w2_weight"], p["w2_weight_scale"][:, None], input_scale(p, "w2_input_scale", 1))
 
 
-def mxfp4(*_: Any) -> WeightFormat:
-    return "mxfp4"
-
-
 def mxfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     return Mxfp4(p["w13_weight"], p["w13_weight_scale"]), Mxfp4(p["w2_weight"], p["w2_weight_scale"])
 
 
-def nvfp4(method: Any, _: torch.dtype) -> WeightFormat:
+def nvfp4(method: Any, *_: Any) -> WeightFormat:
     """Returns the number format of a ModelOpt method's FP4 experts."""
     if (group := method.quant_config.group_size) != 16:
         raise FallsBackToEngine(f"FP4 with a scale for {group} elements: eprt reads 16")
@@ -150,5 +147,5 @@ def input_scale(p: Parameters, name: str, parts: int) -> torch.Tensor | None:
 
 # What every engine's methods for these formats keep.
 DENSE = ParameterLayout(plain, dense_matrices)
-MXFP4 = ParameterLayout(mxfp4, mxfp4_matrices)
+MXFP4 = ParameterLayout(lambda *_: "mxfp4", mxfp4_matrices)
 NVFP4 = ParameterLayout(nvfp4, nvfp4_matrices, ("w13_weight_scale_2", "w2_weight_scale_2", *INPUT_SCALES))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -107,20 +107,11 @@ def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[
     return replace(runtime, low_precision_activations=True)
 
 
-class PlannedRanks(Protocol):
-    """The part of a World that a plan depends on."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def parallel(self) -> ParallelConfig: ...
-
-
 def choose(
     moe: MoEConfig,
-    world: PlannedRanks,
+    parallel: ParallelConfig,
     runtime: RuntimeConfig,
+    device: Device,
     placement: ExpertPlacement | None = None,
     *,
     captured: bool,
@@ -132,9 +123,8 @@ def choose(
         captured: the engine may capture the layer in CUDA graphs, which not every backend survives.
         eager_flag: the engine's flag against that, for messages.
     """
-    device = Device.of(world.device)
     try:
-        plan = make_plan(moe, world.parallel, runtime, device, placement)
+        plan = make_plan(moe, parallel, runtime, device, placement)
     except UnsupportedError as error:
         raise FallsBackToEngine(str(error)) from error
     if captured and not _graph_safe(plan.dispatcher, plan.executor):
@@ -147,9 +137,9 @@ def choose(
             )
         dispatcher, executor = min(pairs, key=lambda pair: pair[1] != plan.executor)
         named = replace(runtime, dispatcher=dispatcher, executor=executor)
-        plan = make_plan(moe, world.parallel, named, device, placement)
+        plan = make_plan(moe, parallel, named, device, placement)
     if device.kind == "cuda" and runtime.executor == "auto":
-        _require_packed(plan.executor, moe, world.parallel, runtime, device)
+        _require_packed(plan.executor, moe, parallel, runtime, device)
     return plan, replace(runtime, dispatcher=plan.dispatcher, executor=plan.executor)
 
 

@@ -21,6 +21,7 @@ from eprt.integrations.engine.settings import STRICT, choose, placement_of, with
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
+from eprt.support import Device
 from eprt.weights import ExpertWeights
 from eprt.world import World
 
@@ -124,8 +125,8 @@ class EngineState:
         if key not in self.plans:
             runtime = with_low_precision(config, self.runtime(sharing), options)
             runtime = replace(runtime, count_load=runtime.count_load or balanced)
-            captured = self.captures_graphs()
-            self.plans[key] = choose(config, world, runtime, placement, captured=captured, eager_flag=self.eager_flag)
+            given = config, world.parallel, runtime, Device.of(world.device), placement
+            self.plans[key] = choose(*given, captured=self.captures_graphs(), eager_flag=self.eager_flag)
         plan, runtime = self.plans[key]
         how = placement, sharing != "local", parts
         self.bindings.append(LayerBinding(name, len(self.bindings), config, world, runtime, plan, *how))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from eprt.integrations.engine.settings import (
     runtime_with,
     with_low_precision,
 )
-from eprt.integrations.sglang.parameters import activation_of, interleaved, layout_of
+from eprt.integrations.sglang.parameters import activation_of, interleaved, keeper_of, layout_of
 from eprt.models import family_for
 from eprt.models.schemes import scheme_of
+from eprt.support import Device
 
 VARIABLE = "EPRT_SGLANG"
 ALL_TO_ALL = (
@@ -125,12 +126,6 @@ def all_to_all_reason(args: Any, given: Mapping[str, Any]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _PlannedRanks:
-    device: torch.device
-    parallel: ParallelConfig
-
-
 def _require_model(args: Any, given: Mapping[str, Any]) -> None:
     """Checks that every layer of the model will run: under an all-to-all none can be left to SGLang."""
     from transformers import PretrainedConfig
@@ -149,7 +144,6 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
         ]
     )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    ranks = _PlannedRanks(device, ParallelConfig(world_size=args.tp_size))
     try:
         family = family_for(found)
         for layer in family.moe_layers(found)[-1:]:
@@ -165,7 +159,8 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
                 ]
             )
             runtime = with_low_precision(moe, runtime_with(_settings(given), 1024), given)
-            choose(moe, ranks, runtime, captured=device.type == "cuda", eager_flag=EAGER)
+            parallel = ParallelConfig(world_size=args.tp_size)
+            choose(moe, parallel, runtime, Device.of(device), captured=device.type == "cuda", eager_flag=EAGER)
     except EprtError as error:
         raise FallsBackToEngine(str(error)) from error
 
@@ -190,9 +185,9 @@ def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
             (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
         ]
     )
-    found = layout_of(layer).weight_format(layer, layer.params_dtype)
-    experts = layer.num_experts if all_to_all else layer.num_local_experts
     part, top_k = layer.intermediate_size_per_partition, layer.top_k or 1
+    found = layout_of(layer).weight_format(keeper_of(layer), part, layer.params_dtype)
+    experts = layer.num_experts if all_to_all else layer.num_local_experts
     alternating = found == "fp8_block" and interleaved(config)
     fall_back(
         [

@@ -117,10 +117,11 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (sums, "the model sums this layer's partial outputs itself"),
     ]
     fall_back(reasons)
-    found = layout_of(method).weight_format(method, layer.params_dtype)
+    part = moe.intermediate_size_per_partition
+    found = layout_of(method).weight_format(method, part, layer.params_dtype)
     alternating = found == "fp8_block" and layer.activation.value == INTERLEAVED
     fall_back([(alternating, "FP8 blocks over rows that alternate gate, up")])
-    require_whole_scales(found, moe.intermediate_size_per_partition, moe.tp_size, moe.in_dtype)
+    require_whole_scales(found, part, moe.tp_size, moe.in_dtype)
     return found
 
 
