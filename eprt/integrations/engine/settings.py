@@ -26,6 +26,7 @@ from eprt.support import Device
 
 PLACEMENT = "placement"  # beside RuntimeConfig's fields: the path of a placement file
 STRICT = "strict"  # beside RuntimeConfig's fields: layers that would fall back are errors
+_FIELDS = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
 SCALE_BLOCK = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "fp8_block": 128}  # inputs that share a scale
 
 
@@ -51,13 +52,13 @@ def require_whole_scales(found: WeightFormat, part: int, tp_size: int, tokens: t
     fall_back(reasons)
 
 
-def checked_options(given: Any, where: str) -> dict[str, Any]:
-    """Returns a plugin's options as given in `where`. Raises ConfigError for names that it hasn't got."""
-    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
-    found = sorted(set(given) - {*allowed, PLACEMENT, STRICT}) if isinstance(given, dict) else given
+def checked_options(given: Any, where: str, own: str) -> dict[str, Any]:
+    """Returns a plugin's options as given in `where`; `own` is one that only this engine's has. Raises ConfigError for
+    names that it hasn't got."""
+    found = sorted(set(given) - {*_FIELDS, PLACEMENT, STRICT, own}) if isinstance(given, dict) else given
     if found or not isinstance(given, dict):
         raise ConfigError(
-            f"{where}: {found}; expected {PLACEMENT}, {STRICT}, or fields of RuntimeConfig: {sorted(allowed)}"
+            f"{where}: {found}; expected {PLACEMENT}, {STRICT}, or fields of RuntimeConfig: {sorted(_FIELDS)}"
         )
     if not isinstance(strict := given.get(STRICT, False), bool):
         raise ConfigError(f"{where}.{STRICT}: {strict!r}: expected true or false")
@@ -68,7 +69,7 @@ def checked_options(given: Any, where: str) -> dict[str, Any]:
 
 def runtime_with(options: Mapping[str, Any], max_tokens_per_rank: int) -> RuntimeConfig:
     """Returns settings with the engine's own limit as capacity, the rest from the options. Raises ConfigError."""
-    given = {name: value for name, value in options.items() if name not in (PLACEMENT, STRICT)}
+    given = {name: value for name, value in options.items() if name in _FIELDS}
     return RuntimeConfig(max_tokens_per_rank=max_tokens_per_rank, **given)
 
 

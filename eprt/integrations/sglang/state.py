@@ -1,4 +1,4 @@
-"""What the plugin asks of SGLang: its arguments, and the ranks of its TP group."""
+"""Asks SGLang for its arguments and for the ranks of its TP group."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.errors import ConfigError, EprtError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.settings import (
-    PLACEMENT,
     checked_options,
     choose,
     fall_back,
@@ -32,9 +31,7 @@ from eprt.models.schemes import scheme_of
 from eprt.support import Device
 
 VARIABLE = "EPRT_SGLANG"
-ALL_TO_ALL = (
-    "all_to_all"  # beside RuntimeConfig's fields there; False: SGLang gathers and sums tokens as it does anyway
-)
+ALL_TO_ALL = "all_to_all"  # beside RuntimeConfig's fields there; False: SGLang gathers and sums the tokens
 CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
 EAGER = "--disable-cuda-graph"
 # Models whose code was read for what it does around the experts under an all-to-all.
@@ -52,12 +49,10 @@ def options() -> dict[str, Any]:
         given = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{VARIABLE}: {text!r} is no JSON: {error}") from error
-    if isinstance(given, dict) and not isinstance(given.get(ALL_TO_ALL, True), bool):
+    given = checked_options(given, VARIABLE, ALL_TO_ALL)
+    if not isinstance(given.get(ALL_TO_ALL, True), bool):
         raise ConfigError(f"{VARIABLE}.{ALL_TO_ALL}: {given[ALL_TO_ALL]!r}: expected true or false")
-    if isinstance(given, dict):
-        checked_options({name: value for name, value in given.items() if name != ALL_TO_ALL}, VARIABLE)
-        return given
-    return checked_options(given, VARIABLE)
+    return given
 
 
 def require_supported(args: Any) -> None:
@@ -158,15 +153,11 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
                     (dialect == COMPRESSED and moe.weight_format == "nvfp4", "compressed-tensors' NVFP4"),
                 ]
             )
-            runtime = with_low_precision(moe, runtime_with(_settings(given), 1024), given)
+            runtime = with_low_precision(moe, runtime_with(given, 1024), given)
             parallel = ParallelConfig(world_size=args.tp_size)
             choose(moe, parallel, runtime, Device.of(device), captured=device.type == "cuda", eager_flag=EAGER)
     except EprtError as error:
         raise FallsBackToEngine(str(error)) from error
-
-
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != ALL_TO_ALL}
 
 
 def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
@@ -217,8 +208,7 @@ def runtime_config(args: Any, given: Mapping[str, Any], *, all_to_all: bool) -> 
     prefill = chunk if chunk > 0 else args.max_prefill_tokens
     most = max(prefill, args.max_running_requests or 0, getattr(phase, "max_bs", 0) or 0)
     gathered = 1 if all_to_all else attention_dp(args)
-    kept = {name: value for name, value in _settings(given).items() if all_to_all or name != PLACEMENT}
-    return runtime_with(kept, most * gathered)
+    return runtime_with(given, most * gathered)
 
 
 def captures_graphs(args: Any) -> bool:

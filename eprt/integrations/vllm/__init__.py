@@ -50,7 +50,7 @@ def register() -> None:
         state.unfit = str(error)
     try:
         install(state)
-        watch_config(state)
+        watch_config(state.take_over_balancing)
     except ConfigError as error:
         logger.warning("eprt: every layer is left to vLLM: %s", error)
 

@@ -67,8 +67,7 @@ class PluginState(EngineState):
         found = balance_options(config)
         if flags.enable_eplb and not self.unfit and not left_whole(config, device):
             given = flags.eplb_config
-            fields = "window_size", "step_interval", "num_redundant_experts", "log_balancedness"
-            found = BalanceConfig(*(getattr(given, name) for name in fields))
+            found = BalanceConfig(**{name: getattr(given, name) for name in BalanceConfig.__dataclass_fields__})
             flags.enable_eplb, given.num_redundant_experts = False, 0
             self.logger.info("eprt: --enable-eplb moves the experts of eprt's layers: %s", found)
         self.balancing = None if found is None else Balancing(found, self.logger)

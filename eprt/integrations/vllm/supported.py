@@ -40,11 +40,11 @@ def require_supported(config: Any, device_type: str, parallel: Any) -> None:
     fall_back([*_reasons(config, device_type, parallel.use_ep, parallel.dp_size), owned, eplb])
 
 
-def left_whole(config: Any, device_type: str) -> str:
-    """Returns which flag leaves all layers of a model to vLLM, before any is made; "" if none does."""
+def left_whole(config: Any, device_type: str) -> bool:
+    """Returns whether a flag leaves all layers of a model to vLLM, before any is made."""
     flags = config.parallel_config
     reasons = _reasons(config, device_type, flags.enable_expert_parallel, flags.data_parallel_size)
-    return next((reason for holds, reason in reasons if holds), "")
+    return any(holds for holds, _ in reasons)
 
 
 def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[tuple[bool, str]]:
@@ -140,11 +140,8 @@ def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Returns eprt's section of `--additional-config`, less EPLB. Raises ConfigError for names that it hasn't got."""
-    given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    if isinstance(given, dict):
-        given = {name: value for name, value in given.items() if name != EPLB}
-    return checked_options(given, f"--additional-config {OPTIONS}")
+    """Returns eprt's section of `--additional-config`. Raises ConfigError for names that it hasn't got."""
+    return checked_options((config.additional_config or {}).get(OPTIONS, {}), f"--additional-config {OPTIONS}", EPLB)
 
 
 def balance_options(config: Any) -> BalanceConfig | None:
