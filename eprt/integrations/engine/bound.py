@@ -12,7 +12,7 @@ import torch
 from eprt.errors import EprtError, UsageError
 from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
 from eprt.integrations.engine.ranks import redistribute
-from eprt.integrations.engine.reloading import FreedParameters, Received, watch
+from eprt.integrations.engine.reloading import Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
 from eprt.weights import ExpertWeights
@@ -26,7 +26,7 @@ class BoundLayer:
         self.layer: ExpertParallelMoE | None = None
         self.parameters: tuple[str, ...] = ()  # the experts': the engine's module may hold its router's, too
         self.received = Received(binding.name, binding.config.num_experts // binding.world.parallel.ep_size)
-        self._freed = FreedParameters()
+        self._freed: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}  # what parameters were like
 
     def declared(self, own: dict[str, Any], layout: ParameterLayout, layer: Any = None) -> None:
         """Notes the parameters that the method has just declared; with the engine's module, also what their loaders
@@ -56,9 +56,8 @@ class BoundLayer:
         parameters = self._own(layer)
         if self.layer is not None and not any(parameter.numel() for parameter in parameters.values()):
             return  # nothing was loaded since
-        owner = weakref.ref(layer)
+        self._module = owner = weakref.ref(layer)
         self._again = lambda: self.load(owner(), layout, interleaved=interleaved, canonical=canonical)
-        self._module = owner
 
         def weights(rows: list[int] | None) -> ExpertWeights:
             tensors = {n: p.data if rows is None else p.data[rows] for n, p in parameters.items()}
@@ -70,7 +69,10 @@ class BoundLayer:
             absent = {n: p for n, p in parameters.items() if n in layout.unset and not self.received.of(n)}
             mark_unset(layout, absent)
             self._replace(self.layer, weights)
-        self._freed.free(parameters)
+        for name, parameter in parameters.items():
+            if parameter.numel():
+                self._freed[name] = parameter.shape, parameter.dtype, parameter.device
+                parameter.data = parameter.data.new_empty(0)
         self.received.forget()
 
     def finish(self, *, whole: bool) -> None:
@@ -106,7 +108,10 @@ class BoundLayer:
         so that one layer's lies beside the model."""
         for other in tuple(self.state.unfinished):
             other.finish(whole=True)
-        self._freed.restore(self._own(self._module()))
+        for name, parameter in self._own(self._module()).items():
+            if parameter.numel() == 0 and name in self._freed:
+                shape, dtype, device = self._freed[name]
+                parameter.data = torch.empty(shape, dtype=dtype, device=device)
         self.state.unfinished.append(self)
 
     def ready(self) -> ExpertParallelMoE:

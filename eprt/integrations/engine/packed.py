@@ -90,6 +90,10 @@ def w8a8_fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
 _MODELOPT = {"weight_packed": "weight", "weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
 
 
+def nvfp4(*_: Any) -> WeightFormat:
+    return "nvfp4"
+
+
 def nvfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     """Second scales and input scales are stored as what numbers were multiplied by."""
     found: dict[str, torch.Tensor] = {}
@@ -141,6 +145,6 @@ _NVFP4_SCALES = tuple(f"{name}_{kind}_global_scale" for kind in ("weight", "inpu
 _WORD_SCALES = ("w13_scales", "w2_scales")
 WNA16 = ParameterLayout(wna16, wna16_matrices, _SCALES)
 W8A8_FP8 = ParameterLayout(w8a8_fp8, w8a8_fp8_matrices, (*_SCALES, *INPUT_SCALES))
-NVFP4 = ParameterLayout(lambda *_: "nvfp4", nvfp4_matrices, _NVFP4_SCALES)
+NVFP4 = ParameterLayout(nvfp4, nvfp4_matrices, _NVFP4_SCALES)
 GPTQ = ParameterLayout(gptq, gptq_matrices, _WORD_SCALES, spare_biases=True)
 AWQ = ParameterLayout(awq, awq_matrices, _WORD_SCALES, spare_biases=True)

@@ -119,6 +119,10 @@ def fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     return up, Fp8Tensor(p["w2_weight"], p["w2_weight_scale"][:, None], input_scale(p, "w2_input_scale", 1))
 
 
+def mxfp4(*_: Any) -> WeightFormat:
+    return "mxfp4"
+
+
 def mxfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     return Mxfp4(p["w13_weight"], p["w13_weight_scale"]), Mxfp4(p["w2_weight"], p["w2_weight_scale"])
 
@@ -147,5 +151,5 @@ def input_scale(p: Parameters, name: str, parts: int) -> torch.Tensor | None:
 
 # What every engine's methods for these formats keep.
 DENSE = ParameterLayout(plain, dense_matrices)
-MXFP4 = ParameterLayout(lambda *_: "mxfp4", mxfp4_matrices)
+MXFP4 = ParameterLayout(mxfp4, mxfp4_matrices)
 NVFP4 = ParameterLayout(nvfp4, nvfp4_matrices, ("w13_weight_scale_2", "w2_weight_scale_2", *INPUT_SCALES))

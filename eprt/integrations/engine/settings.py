@@ -129,8 +129,8 @@ def choose(
     except UnsupportedError as error:
         raise FallsBackToEngine(str(error)) from error
     if captured and not _graph_safe(plan.dispatcher, plan.executor):
-        pairs = [(c.dispatcher, c.executor) for c in plan.candidates if c.support]
-        pairs = [pair for pair in pairs if _graph_safe(*pair)]
+        supported = [(c.dispatcher, c.executor) for c in plan.candidates if c.support]
+        pairs = [pair for pair in supported if _graph_safe(*pair)]
         if not pairs:
             raise FallsBackToEngine(
                 f"{plan.dispatcher} + {plan.executor} can't be captured in CUDA graphs and nothing else can run this "

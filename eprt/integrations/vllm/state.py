@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import MoEConfig
 from eprt.integrations.engine.balancing import BalanceConfig, Balancing
 from eprt.integrations.engine.ranks import world_alone, world_of
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
@@ -40,14 +40,6 @@ class PluginState(EngineState):
 
         return make_world(get_ep_group(), get_tp_group(), sharing)
 
-    def runtime(self, sharing: Sharing) -> RuntimeConfig:
-        from vllm.distributed import get_tp_group
-
-        return runtime_config(_current(), 1 if sharing == "local" else get_tp_group().world_size)
-
-    def captures_graphs(self) -> bool:
-        return captures_graphs(_current())
-
     def reports(self) -> bool:
         from vllm.distributed import get_ep_group
 
@@ -78,8 +70,12 @@ class PluginState(EngineState):
         Args:
             moe: vLLM's FusedMoEConfig.
         """
+        from vllm.distributed import get_tp_group
+
         watch_worker(self)
-        return self.bind_layer(name, config, sharing_of(moe), moe.tp_size)
+        current, sharing = _current(), sharing_of(moe)
+        runtime = runtime_config(current, 1 if sharing == "local" else get_tp_group().world_size)
+        return self.bind_layer(name, config, sharing, moe.tp_size, runtime, captured=captures_graphs(current))
 
 
 def _current() -> Any:

@@ -154,6 +154,5 @@ def balance_options(config: Any) -> BalanceConfig | None:
 
 def captures_graphs(config: Any) -> bool:
     """Returns whether vLLM may capture this model's layers in CUDA graphs."""
-    if config.model_config.enforce_eager:
-        return False
-    return getattr(config.compilation_config.cudagraph_mode, "name", "NONE") != "NONE"
+    mode = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
+    return not config.model_config.enforce_eager and mode != "NONE"

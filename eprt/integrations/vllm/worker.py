@@ -57,7 +57,11 @@ def watch_worker(state: EngineState) -> None:
 def watch_config(read: Callable[[Any], None]) -> None:
     """Lets `read` have a worker's VllmConfig before the worker builds its model. Idempotent."""
     wrapper: Any = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
-    _surround(wrapper, "init_device", before=lambda worker: read(worker.vllm_config))
+
+    def before_init(worker: Any) -> None:
+        read(worker.vllm_config)
+
+    _surround(wrapper, "init_device", before=before_init)
 
 
 class Kept:
