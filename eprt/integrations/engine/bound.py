@@ -76,11 +76,12 @@ class BoundLayer:
         self.received.forget()
 
     def finish(self, *, whole: bool) -> None:
-        """Loads what `model.load_weights` has brought since; with `whole`, only if that is all of this rank's."""
+        """Loads what `model.load_weights` has brought since; with `whole`, only if that is all of this rank's. Raises
+        CheckpointError where experts lack a part."""
         if whole and not self.received.complete:
             return
         self._again()
-        self.state.unfinished.remove(self)
+        self.state.unfinished.remove(self.finish)
 
     def _replace(self, layer: ExpertParallelMoE, weights: Callable[[list[int] | None], ExpertWeights]) -> None:
         placement, world = layer.placement, layer.world
@@ -96,8 +97,8 @@ class BoundLayer:
             layer.load_experts(new if placement.is_identity else redistribute(world, new, placement), agree=False)
         except EprtError as error:
             layer.refuse_calls(f"{self.binding.name} holds old weights, as new ones failed to load: {error}")
-            if self not in self.state.unfinished:
-                self.state.unfinished.append(self)
+            if self.finish not in self.state.unfinished:
+                self.state.unfinished.append(self.finish)
             raise
 
     def _own(self, module: Any) -> dict[str, Any]:
@@ -106,13 +107,13 @@ class BoundLayer:
     def _make_room(self) -> None:
         """Gives freed parameters memory, before a loader writes into them. Layers that have all of theirs come first,
         so that one layer's lies beside the model."""
-        for other in tuple(self.state.unfinished):
-            other.finish(whole=True)
+        for finish in tuple(self.state.unfinished):
+            finish(whole=True)
         for name, parameter in self._own(self._module()).items():
             if parameter.numel() == 0 and name in self._freed:
                 shape, dtype, device = self._freed[name]
                 parameter.data = torch.empty(shape, dtype=dtype, device=device)
-        self.state.unfinished.append(self)
+        self.state.unfinished.append(self.finish)
 
     def ready(self) -> ExpertParallelMoE:
         """Returns the layer for a call; the first one warms up every layer. Raises UsageError before loading."""

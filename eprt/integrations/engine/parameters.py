@@ -61,14 +61,11 @@ def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleav
     for name in layout.unset:
         _require_loaded(name, parameters)
     up, down = layout.matrices(parameters)
-    bias, down_bias = (_bias(layout, parameters.get(f"{name}_bias")) for name in ("w13", "w2"))
+    given = (parameters.get(f"{name}_bias") for name in ("w13", "w2"))
+    bias, down_bias = (None if b is None or (layout.spare_biases and not b.any()) else b for b in given)
     if interleaved:
         up, bias = up.map(partial(split_alternating, dim=1)), None if bias is None else split_alternating(bias, dim=1)
     return ExpertWeights(up, down, bias, down_bias)
-
-
-def _bias(layout: ParameterLayout, bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None or (layout.spare_biases and not bias.any()) else bias
 
 
 def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -52,13 +52,6 @@ class LayerBinding:
     parts: int = 1
 
 
-class Unfinished(Protocol):
-    """A layer whose new weights are still in the engine's parameters."""
-
-    def finish(self, *, whole: bool) -> None:
-        """Loads them. Raises CheckpointError where experts lack a part; with `whole`, waits for all of them."""
-
-
 @dataclass
 class EngineState:
     """The state that all layers of one process share; a child for each engine reads the engine's own configuration.
@@ -71,7 +64,7 @@ class EngineState:
         built: the layers themselves.
         cold: those that were built and not yet warmed up.
         balancing: what moves experts between steps, or None.
-        unfinished: layers whose new weights are still in the engine's parameters.
+        unfinished: `finish` of each `BoundLayer` whose new weights are still in the engine's parameters.
         spent: seconds of the start-up per purpose.
         unfit: why no layer can run in this engine at all, or "".
     """
@@ -87,7 +80,7 @@ class EngineState:
     built: list[ExpertParallelMoE] = field(default_factory=list)
     cold: list[ExpertParallelMoE] = field(default_factory=list)
     balancing: Balancing | None = None
-    unfinished: list[Unfinished] = field(default_factory=list)
+    unfinished: list[Callable[..., None]] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unfit: str = ""
 
@@ -178,11 +171,11 @@ class EngineState:
             forward: whether all ranks run the model in this step.
 
         Raises:
-            CheckpointError: see `Unfinished.finish`.
+            CheckpointError: new weights of which some experts lack a part.
             UsageError: a layer whose new weights came in part.
         """
-        for layer in tuple(self.unfinished):
-            layer.finish(whole=False)
+        for finish in tuple(self.unfinished):
+            finish(whole=False)
         if broken := next((layer.broken for layer in self.built if layer.broken), ""):
             raise UsageError(broken)
         if self.balancing is not None and forward and self.built and not self.cold:

@@ -195,7 +195,5 @@ def tokens_per_rank(dp_metadata: Any, own: int, sp_size: int) -> int:
     (`v1/worker/dp_utils.py`: should_dp_pad), so R is a constant of the graph. None: no data parallelism, the TP ranks
     hold the same tokens.
     """
-    if dp_metadata is None:
-        return max(own, 1)
-    most = int(dp_metadata.num_tokens_across_dp_cpu.max())
-    return max(ceil_div(most, sp_size), 1)
+    most = own if dp_metadata is None else ceil_div(int(dp_metadata.num_tokens_across_dp_cpu.max()), sp_size)
+    return max(most, 1)
