@@ -86,6 +86,7 @@ def warm_layer(context: Any, config: str, most: int, tp: int, options: dict[str,
     from eprt.layer import ExpertParallelMoE
     from eprt.models import family_for
     from eprt.placement import ExpertPlacement
+    from eprt.support import Device
 
     world = context.world(timeout_s=2400.0)
     hf = json.loads((Path(config) / "config.json").read_text())
@@ -93,7 +94,8 @@ def warm_layer(context: Any, config: str, most: int, tp: int, options: dict[str,
     found = family.moe_config(hf, family.moe_layers(hf)[-1])
     moe = replace(found, routing=Routing(), shared=None, intermediate_size=found.intermediate_size // tp)
     runtime = with_low_precision(moe, RuntimeConfig(max_tokens_per_rank=most, **options), options)
-    plan, runtime = choose(moe, world, runtime, captured=world.device.type == "cuda")
+    device = Device.of(world.device)
+    plan, runtime = choose(moe, world.parallel, runtime, device, captured=device.kind == "cuda")
     torch.manual_seed(0)
     local = ExpertPlacement(moe.num_experts, world.parallel).num_local_experts
     layer = ExpertParallelMoE(moe, world, random_experts(moe, local, world.device), runtime=runtime)

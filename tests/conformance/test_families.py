@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
     model.save_pretrained(tmp_path)
     empty = load_without_experts(tmp_path, dtype=torch.float32, model_class=type(model))
     wanted = 0
-    with spread.open_source(empty, None) as source:
+    with closing(spread.open_source(empty, None)) as source:
         for path, experts in source.modules.items():
             whole = source.parameters(experts)
             shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)

@@ -37,7 +37,7 @@ def fp8_method(block: list[int] | None, **changes: Any) -> Any:
 def test_fp8_that_eprt_does_not_read(method: Any, reason: str) -> None:
     layer = fused_moe(method, runner_config())
     with pytest.raises(FallsBackToEngine, match=reason):
-        layout_of(layer).weight_format(layer, torch.bfloat16)
+        layout_of(layer).weight_format(method, I, torch.bfloat16)
 
 
 def padded(loaded: Loaded) -> Loaded:

@@ -64,7 +64,7 @@ def test_the_layer_computes_what_the_plain_numbers_say(name: str) -> None:
         intermediate_size=I,
         activation=activation_of(layer_of(loaded, limit=limit)),
         bias=loaded.down_bias is not None,
-        weight_format=layout_of(loaded.method).weight_format(loaded.method, loaded.dtype),
+        weight_format=layout_of(loaded.method).weight_format(loaded.method, I, loaded.dtype),
     )
     shard = ExpertPlacement(L, ParallelConfig()).shard(0)
     executor = make_executor("reference", config, shard, weights, torch.device("cpu"), RuntimeConfig(), "flat")
@@ -108,13 +108,13 @@ def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
         layout_of(layouts.named("CompressedTensorsW4A8Fp8MoEMethod"))
     small = layouts.named("Fp8MoEMethod", weight_block_size=[64, 128])
     with pytest.raises(FallsBackToEngine, match=r"\[64, 128\]"):
-        layout_of(small).weight_format(small, torch.bfloat16)
+        layout_of(small).weight_format(small, I, torch.bfloat16)
     refined = layouts.named("Fp8MoEMethod", weight_block_size=[128, 128], weight_scale_refine=(2, 1))
     with pytest.raises(FallsBackToEngine, match="128 x 128"):
-        layout_of(refined).weight_format(refined, torch.bfloat16)
+        layout_of(refined).weight_format(refined, I, torch.bfloat16)
     half = layouts.named("UnquantizedFusedMoEMethod")
     with pytest.raises(FallsBackToEngine, match="float16"):
-        layout_of(half).weight_format(half, torch.float16)
+        layout_of(half).weight_format(half, I, torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,6 @@ def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
         (layouts.w4a16, {"weight_quant": {"actorder": "group"}}, "activation order"),
         (layouts.w4a16, {"weight_quant": {"actorder": "dynamic"}}, "activation order"),  # the same by its other name
         (layouts.gptq, {"quant_config": {"is_sym": False}}, "zero points of its own"),
-        (layouts.gptq, {"moe": {"intermediate_size_per_partition": 48}}, "48 of the experts' rows .* a scale of 32"),
         (layouts.gptq, {"quant_config": {"desc_act": True}}, "desc_act"),
         (layouts.awq, {"quant_config": {"zero_point": False}}, "AWQ without zero points"),
         (layouts.awq, {"quant_config": {"group_size": 256}}, "a scale for 256 inputs"),
@@ -136,7 +135,14 @@ def test_settings_of_packed_checkpoints_that_are_left_to_vllm(make, change, reas
     for name, values in change.items():
         getattr(method, name).__dict__.update(values)
     with pytest.raises(FallsBackToEngine, match=reason):
-        layout_of(method).weight_format(method, torch.bfloat16)
+        layout_of(method).weight_format(method, I, torch.bfloat16)
+
+
+@pytest.mark.parametrize("make", [layouts.w4a16, layouts.gptq, layouts.awq])
+def test_parts_that_cut_a_scale_are_left_to_vllm(make) -> None:
+    method = make().method
+    with pytest.raises(FallsBackToEngine, match=r"48 of the experts' rows .* a scale of 32"):
+        layout_of(method).weight_format(method, 48, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

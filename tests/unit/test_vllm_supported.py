@@ -157,6 +157,7 @@ def routed(**changes: Any) -> SimpleNamespace:
 
 
 GPT_OSS = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")
+TWO_RANKS, HOPPER = ParallelConfig(world_size=2), Device("cuda", 90)
 
 
 def test_a_layers_maths() -> None:
@@ -199,44 +200,36 @@ def test_fp8_blocks_over_alternating_rows_are_left() -> None:
         moe_config(routed(), named("Fp8MoEMethod", weight_block_size=[128, 128]))
 
 
-def world_on(monkeypatch: pytest.MonkeyPatch, device: Device, **parallel: Any) -> Any:
-    """What `choose` reads of a World."""
-    monkeypatch.setattr(Device, "of", classmethod(lambda cls, _: device))
-    return SimpleNamespace(device=torch.device(device.kind), parallel=ParallelConfig(**parallel))
-
-
-def test_the_plan_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_on(monkeypatch, Device("cuda", 90), world_size=2)
-    plan, runtime = choose(GPT_OSS, world, RuntimeConfig(), captured=True)
+def test_the_plan_is_pinned() -> None:
+    plan, runtime = choose(GPT_OSS, TWO_RANKS, RuntimeConfig(), HOPPER, captured=True)
     assert (runtime.dispatcher, runtime.executor) == (plan.dispatcher, plan.executor)
     assert plan.executor == "triton_grouped"
 
 
 def test_under_graph_capture_only_what_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_on(monkeypatch, Device("cuda", 80), world_size=16, ranks_per_host=8)
     # 2048 tokens of 16 ranks over hosts: DeepEP can't hold them at once, NVLink doesn't reach. Between the two that are
     # left preference decides, as where nothing is known of their time.
     monkeypatch.setattr("eprt.plan.dispatch_estimate", lambda *_: None)
     runtime = RuntimeConfig(max_tokens_per_rank=2048, strict_capacity=True)
-    eager, _ = choose(GPT_OSS, world, runtime, captured=False)
-    captured, _ = choose(GPT_OSS, world, runtime, captured=True)
+    where = ParallelConfig(world_size=16, ranks_per_host=8), runtime, Device("cuda", 80)
+    eager, _ = choose(GPT_OSS, *where, captured=False)
+    captured, _ = choose(GPT_OSS, *where, captured=True)
     assert (eager.dispatcher, captured.dispatcher) == ("torch", "none")
     assert eager.executor == captured.executor
 
 
-def test_experts_that_would_be_decoded_are_left_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    blackwell = world_on(monkeypatch, Device("cuda", 100), world_size=2)
+def test_experts_that_would_be_decoded_are_left_on_gpus() -> None:
+    blackwell = Device("cuda", 100)
     with pytest.raises(FallsBackToEngine, match=r"decode its mxfp4 experts to bf16 \(.*humming: needs sm80 to sm99"):
-        choose(GPT_OSS, blackwell, RuntimeConfig(), captured=True)
-    plan, _ = choose(GPT_OSS, blackwell, RuntimeConfig(executor="torch_grouped"), captured=True)
+        choose(GPT_OSS, TWO_RANKS, RuntimeConfig(), blackwell, captured=True)
+    plan, _ = choose(GPT_OSS, TWO_RANKS, RuntimeConfig(executor="torch_grouped"), blackwell, captured=True)
     assert plan.executor == "torch_grouped"  # asked for by name
 
 
-def test_fp8_blocks_meet_fp8_activations_as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_on(monkeypatch, Device("cuda", 90), world_size=2)
+def test_fp8_blocks_meet_fp8_activations_as_in_vllm() -> None:
     deepseek_v3 = MoEConfig(256, 8, 7168, 2048, weight_format="fp8_block")
     runtime = with_low_precision(deepseek_v3, RuntimeConfig(), {})
-    plan, pinned = choose(deepseek_v3, world, runtime, captured=True)
+    plan, pinned = choose(deepseek_v3, TWO_RANKS, runtime, HOPPER, captured=True)
     assert (plan.executor, pinned.low_precision_activations) == ("triton_grouped", True)
     for said in (False, True):
         options = {"low_precision_activations": said}
@@ -244,10 +237,9 @@ def test_fp8_blocks_meet_fp8_activations_as_in_vllm(monkeypatch: pytest.MonkeyPa
     assert with_low_precision(GPT_OSS, RuntimeConfig(), {}) == RuntimeConfig()
 
 
-def test_no_pair_at_all_is_left_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_on(monkeypatch, Device("cpu"), world_size=2)
+def test_no_pair_at_all_is_left_with_the_table() -> None:
     with pytest.raises(FallsBackToEngine, match="symm: runs on cuda"):
-        choose(GPT_OSS, world, RuntimeConfig(dispatcher="symm"), captured=False)
+        choose(GPT_OSS, TWO_RANKS, RuntimeConfig(dispatcher="symm"), Device("cpu"), captured=False)
 
 
 def metadata(*tokens: int) -> SimpleNamespace:

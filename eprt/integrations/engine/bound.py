@@ -12,7 +12,7 @@ import torch
 from eprt.errors import EprtError, UsageError
 from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
 from eprt.integrations.engine.ranks import redistribute
-from eprt.integrations.engine.reloading import FreedParameters, Received, watch
+from eprt.integrations.engine.reloading import Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
 from eprt.weights import ExpertWeights
@@ -26,7 +26,7 @@ class BoundLayer:
         self.layer: ExpertParallelMoE | None = None
         self.parameters: tuple[str, ...] = ()  # the experts': the engine's module may hold its router's, too
         self.received = Received(binding.name, binding.config.num_experts // binding.world.parallel.ep_size)
-        self._freed = FreedParameters()
+        self._freed: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}  # what parameters were like
 
     def declared(self, own: dict[str, Any], layout: ParameterLayout, layer: Any = None) -> None:
         """Notes the parameters that the method has just declared; with the engine's module, also what their loaders
@@ -56,9 +56,8 @@ class BoundLayer:
         parameters = self._own(layer)
         if self.layer is not None and not any(parameter.numel() for parameter in parameters.values()):
             return  # nothing was loaded since
-        owner = weakref.ref(layer)
+        self._module = owner = weakref.ref(layer)
         self._again = lambda: self.load(owner(), layout, interleaved=interleaved, canonical=canonical)
-        self._module = owner
 
         def weights(rows: list[int] | None) -> ExpertWeights:
             tensors = {n: p.data if rows is None else p.data[rows] for n, p in parameters.items()}
@@ -70,15 +69,19 @@ class BoundLayer:
             absent = {n: p for n, p in parameters.items() if n in layout.unset and not self.received.of(n)}
             mark_unset(layout, absent)
             self._replace(self.layer, weights)
-        self._freed.free(parameters)
+        for name, parameter in parameters.items():
+            if parameter.numel():
+                self._freed[name] = parameter.shape, parameter.dtype, parameter.device
+                parameter.data = parameter.data.new_empty(0)
         self.received.forget()
 
     def finish(self, *, whole: bool) -> None:
-        """Loads what `model.load_weights` has brought since; with `whole`, only if that is all of this rank's."""
+        """Loads what `model.load_weights` has brought since; with `whole`, only if that is all of this rank's. Raises
+        CheckpointError where experts lack a part."""
         if whole and not self.received.complete:
             return
         self._again()
-        self.state.unfinished.remove(self)
+        self.state.unfinished.remove(self.finish)
 
     def _replace(self, layer: ExpertParallelMoE, weights: Callable[[list[int] | None], ExpertWeights]) -> None:
         placement, world = layer.placement, layer.world
@@ -94,8 +97,8 @@ class BoundLayer:
             layer.load_experts(new if placement.is_identity else redistribute(world, new, placement), agree=False)
         except EprtError as error:
             layer.refuse_calls(f"{self.binding.name} holds old weights, as new ones failed to load: {error}")
-            if self not in self.state.unfinished:
-                self.state.unfinished.append(self)
+            if self.finish not in self.state.unfinished:
+                self.state.unfinished.append(self.finish)
             raise
 
     def _own(self, module: Any) -> dict[str, Any]:
@@ -104,10 +107,13 @@ class BoundLayer:
     def _make_room(self) -> None:
         """Gives freed parameters memory, before a loader writes into them. Layers that have all of theirs come first,
         so that one layer's lies beside the model."""
-        for other in tuple(self.state.unfinished):
-            other.finish(whole=True)
-        self._freed.restore(self._own(self._module()))
-        self.state.unfinished.append(self)
+        for finish in tuple(self.state.unfinished):
+            finish(whole=True)
+        for name, parameter in self._own(self._module()).items():
+            if parameter.numel() == 0 and name in self._freed:
+                shape, dtype, device = self._freed[name]
+                parameter.data = torch.empty(shape, dtype=dtype, device=device)
+        self.state.unfinished.append(self.finish)
 
     def ready(self) -> ExpertParallelMoE:
         """Returns the layer for a call; the first one warms up every layer. Raises UsageError before loading."""

@@ -1,4 +1,4 @@
-"""What engines keep of compressed-tensors, GPTQ and AWQ checkpoints, before they lay it out for their kernels.
+"""Reads what engines keep of compressed-tensors, GPTQ and AWQ checkpoints, before they lay it out for their kernels.
 
 Names and shapes are those of `create_weights` in vLLM 0.26 and 0.32 (`quantization/compressed_tensors/`,
 `auto_gptq.py`, `auto_awq.py`) and in SGLang 0.5.17 (`quantization/compressed_tensors/schemes/`, `gptq/schemes/`,
@@ -15,7 +15,7 @@ import torch
 from eprt.config import WeightFormat
 from eprt.errors import CheckpointError
 from eprt.integrations.engine import parameters
-from eprt.integrations.engine.parameters import INPUT_SCALES, FallsBackToEngine, Parameters, fp8
+from eprt.integrations.engine.parameters import INPUT_SCALES, FallsBackToEngine, ParameterLayout, Parameters
 from eprt.quant.elements import (
     AWQ_ORDER,
     COLUMNS_AS_THEY_ARE,
@@ -49,8 +49,8 @@ def int4(bits: int, group: int | None, part: int) -> WeightFormat:
 # ---- compressed-tensors ---------------------------------------------------------------------------------------------
 
 
-def wna16(weights: Any, part: int) -> WeightFormat:
-    """Returns the number format that compressed-tensors' settings of weights describe. Raises FallsBackToEngine."""
+def wna16(keeper: Any, part: int, _: torch.dtype) -> WeightFormat:
+    weights = getattr(keeper, "weight_quant", keeper)  # SGLang's scheme has the settings itself
     if (order := getattr(weights, "actorder", None)) not in COLUMNS_AS_THEY_ARE:
         raise FallsBackToEngine(f"INT4 with columns in activation order (actorder {order})")
     return int4(weights.num_bits, weights.group_size, part)
@@ -71,16 +71,11 @@ def wna16_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     return matrix("w13"), matrix("w2")
 
 
-def w8a8_fp8(keeper: Any) -> WeightFormat:
-    """Returns the number format of the method or scheme that keeps compressed-tensors' FP8 experts.
-
-    Raises:
-        FallsBackToEngine: blocks that eprt doesn't read.
-    """
+def w8a8_fp8(keeper: Any, *_: Any) -> WeightFormat:
     strategy = keeper.weight_quant.strategy
     if getattr(strategy, "value", strategy) == "channel":
         return "fp8_channel"
-    return fp8(getattr(keeper, "weight_block_size", None))
+    return parameters.fp8(getattr(keeper, "weight_block_size", None))
 
 
 def w8a8_fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
@@ -95,6 +90,10 @@ def w8a8_fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
 _MODELOPT = {"weight_packed": "weight", "weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
 
 
+def nvfp4(*_: Any) -> WeightFormat:
+    return "nvfp4"
+
+
 def nvfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     """Second scales and input scales are stored as what numbers were multiplied by."""
     found: dict[str, torch.Tensor] = {}
@@ -107,8 +106,8 @@ def nvfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
 # ---- GPTQ and AWQ ---------------------------------------------------------------------------------------------------
 
 
-def gptq(config: Any, part: int) -> WeightFormat:
-    """Returns the number format of a GPTQ configuration. Raises FallsBackToEngine."""
+def gptq(keeper: Any, part: int, _: torch.dtype) -> WeightFormat:
+    config = keeper.quant_config
     if not config.is_sym:
         raise FallsBackToEngine("GPTQ with zero points of its own: eprt reads symmetric ones from an engine")
     if config.desc_act:
@@ -124,8 +123,8 @@ def gptq_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     return up, down
 
 
-def awq(config: Any, part: int) -> WeightFormat:
-    """Returns the number format of an AWQ configuration. Raises FallsBackToEngine."""
+def awq(keeper: Any, part: int, _: torch.dtype) -> WeightFormat:
+    config = keeper.quant_config
     if not config.zero_point:
         raise FallsBackToEngine("AWQ without zero points")
     return int4(config.weight_bits, config.group_size, part)
@@ -141,7 +140,11 @@ def awq_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
 
 
 # Parameters that a checkpoint may lack without an engine noticing.
-SCALES = ("w13_weight_scale", "w2_weight_scale")
-FP8_SCALES = (*SCALES, *INPUT_SCALES)
-NVFP4_SCALES = tuple(f"{name}_{kind}_global_scale" for kind in ("weight", "input") for name in ("w13", "w2"))
-WORD_SCALES = ("w13_scales", "w2_scales")
+_SCALES = ("w13_weight_scale", "w2_weight_scale")
+_NVFP4_SCALES = tuple(f"{name}_{kind}_global_scale" for kind in ("weight", "input") for name in ("w13", "w2"))
+_WORD_SCALES = ("w13_scales", "w2_scales")
+WNA16 = ParameterLayout(wna16, wna16_matrices, _SCALES)
+W8A8_FP8 = ParameterLayout(w8a8_fp8, w8a8_fp8_matrices, (*_SCALES, *INPUT_SCALES))
+NVFP4 = ParameterLayout(nvfp4, nvfp4_matrices, _NVFP4_SCALES)
+GPTQ = ParameterLayout(gptq, gptq_matrices, _WORD_SCALES, spare_biases=True)
+AWQ = ParameterLayout(awq, awq_matrices, _WORD_SCALES, spare_biases=True)

@@ -31,13 +31,14 @@ class ParameterLayout:
     """Describes how one of an engine's quantisation methods keeps its experts.
 
     Attributes:
-        weight_format: (method, dtype of unquantised parameters) -> number format. Raises FallsBackToEngine.
+        weight_format: (method, or the scheme that it asks; intermediate size that is left to a rank; dtype of
+            unquantised parameters) -> number format. Raises FallsBackToEngine.
         matrices: parameters -> (gate_up, down), rows still in the engine's order.
         unset: parameters that a checkpoint may lack without the engine noticing: NaN before loading, checked after.
         spare_biases: biases are declared for every model; those that stay zero are none.
     """
 
-    weight_format: Callable[[Any, torch.dtype], WeightFormat]
+    weight_format: Callable[[Any, int, torch.dtype], WeightFormat]
     matrices: Callable[[Parameters], tuple[Matrix, Matrix]]
     unset: tuple[str, ...] = ()
     spare_biases: bool = False
@@ -60,14 +61,11 @@ def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleav
     for name in layout.unset:
         _require_loaded(name, parameters)
     up, down = layout.matrices(parameters)
-    bias, down_bias = (_bias(layout, parameters.get(f"{name}_bias")) for name in ("w13", "w2"))
+    given = (parameters.get(f"{name}_bias") for name in ("w13", "w2"))
+    bias, down_bias = (None if b is None or (layout.spare_biases and not b.any()) else b for b in given)
     if interleaved:
         up, bias = up.map(partial(split_alternating, dim=1)), None if bias is None else split_alternating(bias, dim=1)
     return ExpertWeights(up, down, bias, down_bias)
-
-
-def _bias(layout: ParameterLayout, bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None or (layout.spare_biases and not bias.any()) else bias
 
 
 def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:
@@ -88,7 +86,7 @@ def _require_loaded(name: str, parameters: Parameters) -> None:
     )
 
 
-def plain(_: Any, dtype: torch.dtype) -> WeightFormat:
+def plain(_: Any, __: int, dtype: torch.dtype) -> WeightFormat:
     """Returns the number format of unquantised experts."""
     names: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bf16", torch.float32: "f32"}
     if dtype not in names:
@@ -126,7 +124,7 @@ def mxfp4_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     return Mxfp4(p["w13_weight"], p["w13_weight_scale"]), Mxfp4(p["w2_weight"], p["w2_weight_scale"])
 
 
-def nvfp4(method: Any, _: torch.dtype) -> WeightFormat:
+def nvfp4(method: Any, *_: Any) -> WeightFormat:
     """Returns the number format of a ModelOpt method's FP4 experts."""
     if (group := method.quant_config.group_size) != 16:
         raise FallsBackToEngine(f"FP4 with a scale for {group} elements: eprt reads 16")

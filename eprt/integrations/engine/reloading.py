@@ -1,4 +1,4 @@
-"""Notes which of a layer's expert parameters an engine has loaded, and makes room for those that it loads again.
+"""Notes which of a layer's expert parameters an engine has loaded, and asks for room where it loads them again.
 
 The engine's parameters are freed when their experts are prepared. New weights come in two ways: vLLM's layerwise reload
 (`reload_weights`, weight transfer) makes the parameters anew, and `model.load_weights`, as trainers call it themselves,
@@ -13,8 +13,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from eprt.errors import CheckpointError
 
@@ -108,24 +106,3 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
 
     noted.__signature__ = signature  # type: ignore[attr-defined]
     parameter.weight_loader = noted
-
-
-class FreedParameters:
-    """Takes the memory of a layer's expert parameters, and gives it back when they are loaded again."""
-
-    def __init__(self) -> None:
-        self._shapes: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
-
-    def free(self, parameters: dict[str, Any]) -> None:
-        """Leaves the parameters empty."""
-        for name, parameter in parameters.items():
-            if parameter.numel():
-                self._shapes[name] = parameter.shape, parameter.dtype, parameter.device
-                parameter.data = parameter.data.new_empty(0)
-
-    def restore(self, parameters: dict[str, Any]) -> None:
-        """Gives freed parameters room for new values; what is in it is undefined."""
-        for name, parameter in parameters.items():
-            if parameter.numel() == 0 and name in self._shapes:
-                shape, dtype, device = self._shapes[name]
-                parameter.data = torch.empty(shape, dtype=dtype, device=device)

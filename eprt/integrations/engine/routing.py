@@ -15,8 +15,8 @@ from eprt.config import MoEConfig, Routing
 from eprt.integrations.engine.bound import BoundLayer, mixed
 from eprt.layer import ExpertParallelMoE
 from eprt.routing import Router
-from eprt.tokens import TopK
 
+Choice = tuple[torch.Tensor, torch.Tensor]  # weights and ids [T, K]
 _GATES = {"ReplicatedLinear", "GateLinear", "TinyGemmLinear"}
 
 
@@ -28,9 +28,12 @@ def unrouted(experts: Any) -> BoundLayer | None:
     return bound if free else None
 
 
-def take_over(bound: BoundLayer, gate: Any, top_k: int, *, renormalize: bool) -> Callable[[torch.Tensor], TopK] | None:
-    """Returns what chooses experts of hidden states [T, H] bf16 by the gate's weight, by a softmax over all experts;
-    None where the engine keeps the gate, as it isn't plain bf16. The router is the layer's, which isn't warm yet."""
+def take_over(bound: BoundLayer, gate: Any, top_k: int, *, renormalize: bool) -> Callable[..., Choice] | None:
+    """Returns what chooses experts of hidden states [T, H] bf16 by the gate's weight, by a softmax over all experts,
+    in place of the engine's own function, whose other arguments it ignores.
+
+    None: the engine keeps the gate, as it isn't plain bf16. The router is the layer's, which isn't warm yet.
+    """
     layer, state = bound.layer, bound.state
     router = None if layer is None else _router_of(gate, layer.config, top_k, renormalize)
     if layer is None or router is None:
@@ -41,12 +44,13 @@ def take_over(bound: BoundLayer, gate: Any, top_k: int, *, renormalize: bool) ->
     layer.start_compiling(earlier)
     kernels = router.kernels
 
-    def chosen(hidden_states: torch.Tensor) -> TopK:
+    def chosen(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Choice:
         nonlocal kernels
         if gate.weight.data_ptr() != router.weight.data_ptr():  # the engine has put another one in its place
             router.weight, router.bias = gate.weight.data, gate.bias
             kernels = router.kernels
-        return router(hidden_states) if kernels is None else kernels.topk(hidden_states, None)
+        found = router(hidden_states) if kernels is None else kernels.topk(hidden_states, None)
+        return found.weights, found.ids
 
     return chosen
 

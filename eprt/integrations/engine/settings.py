@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from eprt.support import Device
 
 PLACEMENT = "placement"  # beside RuntimeConfig's fields: the path of a placement file
 STRICT = "strict"  # beside RuntimeConfig's fields: layers that would fall back are errors
+_FIELDS = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
 SCALE_BLOCK = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "fp8_block": 128}  # inputs that share a scale
 
 
@@ -51,13 +52,13 @@ def require_whole_scales(found: WeightFormat, part: int, tp_size: int, tokens: t
     fall_back(reasons)
 
 
-def checked_options(given: Any, where: str) -> dict[str, Any]:
-    """Returns a plugin's options as given in `where`. Raises ConfigError for names that it hasn't got."""
-    allowed = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
-    found = sorted(set(given) - {*allowed, PLACEMENT, STRICT}) if isinstance(given, dict) else given
+def checked_options(given: Any, where: str, own: str) -> dict[str, Any]:
+    """Returns a plugin's options as given in `where`; `own` is one that only this engine's has. Raises ConfigError for
+    names that it hasn't got."""
+    found = sorted(set(given) - {*_FIELDS, PLACEMENT, STRICT, own}) if isinstance(given, dict) else given
     if found or not isinstance(given, dict):
         raise ConfigError(
-            f"{where}: {found}; expected {PLACEMENT}, {STRICT}, or fields of RuntimeConfig: {sorted(allowed)}"
+            f"{where}: {found}; expected {PLACEMENT}, {STRICT}, or fields of RuntimeConfig: {sorted(_FIELDS)}"
         )
     if not isinstance(strict := given.get(STRICT, False), bool):
         raise ConfigError(f"{where}.{STRICT}: {strict!r}: expected true or false")
@@ -68,7 +69,7 @@ def checked_options(given: Any, where: str) -> dict[str, Any]:
 
 def runtime_with(options: Mapping[str, Any], max_tokens_per_rank: int) -> RuntimeConfig:
     """Returns settings with the engine's own limit as capacity, the rest from the options. Raises ConfigError."""
-    given = {name: value for name, value in options.items() if name not in (PLACEMENT, STRICT)}
+    given = {name: value for name, value in options.items() if name in _FIELDS}
     return RuntimeConfig(max_tokens_per_rank=max_tokens_per_rank, **given)
 
 
@@ -107,20 +108,11 @@ def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[
     return replace(runtime, low_precision_activations=True)
 
 
-class PlannedRanks(Protocol):
-    """The part of a World that a plan depends on."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def parallel(self) -> ParallelConfig: ...
-
-
 def choose(
     moe: MoEConfig,
-    world: PlannedRanks,
+    parallel: ParallelConfig,
     runtime: RuntimeConfig,
+    device: Device,
     placement: ExpertPlacement | None = None,
     *,
     captured: bool,
@@ -132,14 +124,13 @@ def choose(
         captured: the engine may capture the layer in CUDA graphs, which not every backend survives.
         eager_flag: the engine's flag against that, for messages.
     """
-    device = Device.of(world.device)
     try:
-        plan = make_plan(moe, world.parallel, runtime, device, placement)
+        plan = make_plan(moe, parallel, runtime, device, placement)
     except UnsupportedError as error:
         raise FallsBackToEngine(str(error)) from error
     if captured and not _graph_safe(plan.dispatcher, plan.executor):
-        pairs = [(c.dispatcher, c.executor) for c in plan.candidates if c.support]
-        pairs = [pair for pair in pairs if _graph_safe(*pair)]
+        supported = [(c.dispatcher, c.executor) for c in plan.candidates if c.support]
+        pairs = [pair for pair in supported if _graph_safe(*pair)]
         if not pairs:
             raise FallsBackToEngine(
                 f"{plan.dispatcher} + {plan.executor} can't be captured in CUDA graphs and nothing else can run this "
@@ -147,9 +138,9 @@ def choose(
             )
         dispatcher, executor = min(pairs, key=lambda pair: pair[1] != plan.executor)
         named = replace(runtime, dispatcher=dispatcher, executor=executor)
-        plan = make_plan(moe, world.parallel, named, device, placement)
+        plan = make_plan(moe, parallel, named, device, placement)
     if device.kind == "cuda" and runtime.executor == "auto":
-        _require_packed(plan.executor, moe, world.parallel, runtime, device)
+        _require_packed(plan.executor, moe, parallel, runtime, device)
     return plan, replace(runtime, dispatcher=plan.dispatcher, executor=plan.executor)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from eprt.integrations.engine.settings import STRICT, choose, placement_of, with
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
+from eprt.support import Device
 from eprt.weights import ExpertWeights
 from eprt.world import World
 
@@ -51,13 +52,6 @@ class LayerBinding:
     parts: int = 1
 
 
-class Unfinished(Protocol):
-    """A layer whose new weights are still in the engine's parameters."""
-
-    def finish(self, *, whole: bool) -> None:
-        """Loads them. Raises CheckpointError where experts lack a part; with `whole`, waits for all of them."""
-
-
 @dataclass
 class EngineState:
     """The state that all layers of one process share; a child for each engine reads the engine's own configuration.
@@ -70,7 +64,7 @@ class EngineState:
         built: the layers themselves.
         cold: those that were built and not yet warmed up.
         balancing: what moves experts between steps, or None.
-        unfinished: layers whose new weights are still in the engine's parameters.
+        unfinished: `finish` of each `BoundLayer` whose new weights are still in the engine's parameters.
         spent: seconds of the start-up per purpose.
         unfit: why no layer can run in this engine at all, or "".
     """
@@ -86,7 +80,7 @@ class EngineState:
     built: list[ExpertParallelMoE] = field(default_factory=list)
     cold: list[ExpertParallelMoE] = field(default_factory=list)
     balancing: Balancing | None = None
-    unfinished: list[Unfinished] = field(default_factory=list)
+    unfinished: list[Callable[..., None]] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unfit: str = ""
 
@@ -98,20 +92,19 @@ class EngineState:
         """Makes a World of the engine's ranks. Collective."""
         raise NotImplementedError
 
-    def runtime(self, sharing: Sharing) -> RuntimeConfig:
-        """Returns settings with the engine's limit as capacity. Raises ConfigError."""
-        raise NotImplementedError
-
-    def captures_graphs(self) -> bool:
-        """Returns whether the engine may capture layers in CUDA graphs."""
-        raise NotImplementedError
-
     def reports(self) -> bool:
         """Returns whether this rank writes the report to the log."""
         raise NotImplementedError
 
-    def bind_layer(self, name: str, config: MoEConfig, sharing: Sharing, parts: int) -> LayerBinding:
-        """Binds a layer. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost."""
+    def bind_layer(
+        self, name: str, config: MoEConfig, sharing: Sharing, parts: int, runtime: RuntimeConfig, *, captured: bool
+    ) -> LayerBinding:
+        """Binds a layer. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost.
+
+        Args:
+            runtime: settings with the engine's limit as capacity.
+            captured: the engine may capture the layer in CUDA graphs.
+        """
         if sharing not in self.worlds:
             with self._timed("to meet"):
                 self.worlds[sharing] = self.make_world(sharing)
@@ -122,10 +115,10 @@ class EngineState:
             placement = self.balancing.config.first_placement(config.num_experts, world.parallel)
         key = config, sharing, placement
         if key not in self.plans:
-            runtime = with_low_precision(config, self.runtime(sharing), options)
+            runtime = with_low_precision(config, runtime, options)
             runtime = replace(runtime, count_load=runtime.count_load or balanced)
-            captured = self.captures_graphs()
-            self.plans[key] = choose(config, world, runtime, placement, captured=captured, eager_flag=self.eager_flag)
+            given = config, world.parallel, runtime, Device.of(world.device), placement
+            self.plans[key] = choose(*given, captured=captured, eager_flag=self.eager_flag)
         plan, runtime = self.plans[key]
         how = placement, sharing != "local", parts
         self.bindings.append(LayerBinding(name, len(self.bindings), config, world, runtime, plan, *how))
@@ -178,11 +171,11 @@ class EngineState:
             forward: whether all ranks run the model in this step.
 
         Raises:
-            CheckpointError: see `Unfinished.finish`.
+            CheckpointError: new weights of which some experts lack a part.
             UsageError: a layer whose new weights came in part.
         """
-        for layer in tuple(self.unfinished):
-            layer.finish(whole=False)
+        for finish in tuple(self.unfinished):
+            finish(whole=False)
         if broken := next((layer.broken for layer in self.built if layer.broken), ""):
             raise UsageError(broken)
         if self.balancing is not None and forward and self.built and not self.cold:

@@ -1,19 +1,13 @@
 """eprt inside SGLang: the routed experts of every MoE layer, on one GPU, on a part of them, or over all ranks.
 
-    pip install eprt sglang
-    SGLANG_PLUGINS=eprt sglang serve --model-path MODEL
     SGLANG_PLUGINS=eprt sglang serve --model-path MODEL --tp-size 2 --dp-size 2 --ep-size 2 --enable-dp-attention
 
-With data-parallel attention and as many expert-parallel ranks, tokens travel to the ranks that hold their experts.
-Otherwise each rank computes the experts, or the part of each expert, that SGLang gives it, and SGLang sums. SGLang
-keeps the router, the shared experts, loading by name, scheduling, sampling and the idle batches. Hooks go through
-SGLang's own `HookRegistry`; no file of it is changed. Layers that eprt can't run fall back to SGLang, and the log says
-which and why (`supported`).
+SGLang keeps the router (but see `routing`), the shared experts, loading by name, scheduling, sampling and the idle
+batches. Hooks go through SGLang's own `HookRegistry`; no file of it is changed. Layers that eprt can't run fall back to
+SGLang, and the log says which and why (`supported`).
 
 SGLang loads every installed plugin unless `SGLANG_PLUGINS` names some. Many machines have eprt for another purpose, so
-the plugin acts only where it is named there, or where `EPRT_SGLANG` is set. That variable holds the options as JSON,
-fields of `RuntimeConfig`: `EPRT_SGLANG='{"dispatcher": "symm"}'`; `"strict": true` beside them makes a layer that would
-fall back an error, `"all_to_all": false` leaves the exchange of tokens to SGLang.
+the plugin acts only where it is named there, or where `EPRT_SGLANG` is set: options in JSON, which docs/sglang.md has.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from eprt.integrations.sglang.state import SglangState
 from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason, require_supported
 
 _SRT = "sglang.srt."
-_LAYER = _SRT + "layers.moe.fused_moe_triton.layer."
+_LAYER = "layers.moe.fused_moe_triton.layer."
 _SUMMED = "fuse_mlp_allreduce"  # SGLang's flag: what comes behind the block adds up its output
 
 
@@ -25,22 +25,20 @@ def install(state: SglangState) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    def around(path: str, hook: Callable[..., Any]) -> None:
-        HookRegistry.register(_SRT + path, hook, HookType.AROUND)
+    def register(path: str, hook: Callable[..., Any], kind: Any = HookType.AROUND) -> None:
+        HookRegistry.register(_SRT + path, hook, kind)
 
-    HookRegistry.register(_LAYER + "FusedMoE.__init__", partial(_layer_made, state), HookType.AFTER)
+    register(_LAYER + "FusedMoE.__init__", partial(_layer_made, state), HookType.AFTER)
     if state.unfit:
         return  # the layers say so; names elsewhere are not touched
-    HookRegistry.register(
-        _SRT + "model_executor.model_runner.ModelRunner.load_model", partial(_loaded, state), HookType.AFTER
-    )
+    register("model_executor.model_runner.ModelRunner.load_model", partial(_loaded, state), HookType.AFTER)
     resolves = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # the former since 0.5.23
-    around(f"server_args.ServerArgs.{resolves}", partial(_arguments_made, state))
-    around("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
-    around("layers.moe.fused_moe_triton.layer.create_moe_dispatcher", _dispatcher)
-    around("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
-    around("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
-    around("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
+    register(f"server_args.ServerArgs.{resolves}", partial(_arguments_made, state))
+    register("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
+    register(_LAYER + "create_moe_dispatcher", _dispatcher)
+    register("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
+    register("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
+    register("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
 
 
 def _arguments_made(state: SglangState, original: Callable[..., None], args: Any) -> None:

@@ -72,11 +72,6 @@ def tokens_per_rank(own: int, *, all_to_all: bool) -> int:
 
 def pass_through() -> Any:
     """Makes a dispatcher that hands tokens on as they are: the layer behind it carries them."""
-    return _pass_through_class()()
-
-
-@functools.cache
-def _pass_through_class() -> type:
     from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 
@@ -87,4 +82,4 @@ def _pass_through_class() -> type:
         def combine(self, combine_input: Any) -> torch.Tensor:
             return combine_input.hidden_states
 
-    return PassThroughDispatcher
+    return PassThroughDispatcher()

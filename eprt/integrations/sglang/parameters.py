@@ -19,10 +19,14 @@ from eprt.integrations.engine.settings import fall_back
 from eprt.weights import Matrix, Mxfp4
 
 
+def keeper_of(layer: Any) -> Any:
+    """Returns what keeps the experts of a FusedMoE: its quantisation method, or the scheme that this asks."""
+    return getattr(layer, "scheme", None) or layer.quant_method
+
+
 def layout_of(layer: Any) -> ParameterLayout:
-    """Finds the layout of a FusedMoE by the exact name of the class that keeps its experts: its quantisation method, or
-    the scheme that this asks. Raises FallsBackToEngine."""
-    return layout_in(LAYOUTS, getattr(layer, "scheme", None) or layer.quant_method)
+    """Finds the layout of a FusedMoE by the exact name of its keeper's class. Raises FallsBackToEngine."""
+    return layout_in(LAYOUTS, keeper_of(layer))
 
 
 def activation_of(config: Any) -> Activation:
@@ -68,8 +72,8 @@ def _unpadded(layer: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return {name: tensor[cut[name]].contiguous() for name, tensor in found.items()}
 
 
-def _fp8(layer: Any, _: torch.dtype) -> WeightFormat:
-    method, config = layer.quant_method, layer.quant_method.quant_config
+def _fp8(method: Any, *_: Any) -> WeightFormat:
+    config = method.quant_config
     fp4 = getattr(method, "is_fp4_expert", False)
     fall_back(
         [
@@ -95,35 +99,14 @@ def _fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     return up, down
 
 
-def _nvfp4(layer: Any, dtype: torch.dtype) -> WeightFormat:
-    return shared.nvfp4(layer.quant_method, dtype)
-
-
-def _wna16(layer: Any, _: torch.dtype) -> WeightFormat:
-    return packed.wna16(layer.scheme, layer.intermediate_size_per_partition)
-
-
-def _w8a8_fp8(layer: Any, _: torch.dtype) -> WeightFormat:
-    return packed.w8a8_fp8(layer.scheme)
-
-
-def _gptq(layer: Any, _: torch.dtype) -> WeightFormat:
-    return packed.gptq(layer.scheme.quant_config, layer.intermediate_size_per_partition)
-
-
-def _awq(layer: Any, _: torch.dtype) -> WeightFormat:
-    return packed.awq(layer.scheme.quant_config, layer.intermediate_size_per_partition)
-
-
-WNA16 = ParameterLayout(_wna16, packed.wna16_matrices, packed.SCALES)
 LAYOUTS: dict[str, ParameterLayout] = {
     "UnquantizedFusedMoEMethod": shared.DENSE,
     "Fp8MoEMethod": ParameterLayout(_fp8, _fp8_matrices),
     "Mxfp4MoEMethod": shared.MXFP4,
-    "ModelOptNvFp4FusedMoEMethod": ParameterLayout(_nvfp4, shared.nvfp4_matrices, shared.NVFP4.unset),
-    "CompressedTensorsWNA16MoE": WNA16,
-    "CompressedTensorsWNA16TritonMoE": WNA16,
-    "CompressedTensorsW8A8Fp8MoE": ParameterLayout(_w8a8_fp8, packed.w8a8_fp8_matrices, packed.FP8_SCALES),
-    "GPTQMarlinMoEScheme": ParameterLayout(_gptq, packed.gptq_matrices, packed.WORD_SCALES),
-    "AWQMoEScheme": ParameterLayout(_awq, packed.awq_matrices, packed.WORD_SCALES),
+    "ModelOptNvFp4FusedMoEMethod": shared.NVFP4,
+    "CompressedTensorsWNA16MoE": packed.WNA16,
+    "CompressedTensorsWNA16TritonMoE": packed.WNA16,
+    "CompressedTensorsW8A8Fp8MoE": packed.W8A8_FP8,
+    "GPTQMarlinMoEScheme": packed.GPTQ,
+    "AWQMoEScheme": packed.AWQ,
 }

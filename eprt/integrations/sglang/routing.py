@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from eprt.integrations.engine.routing import take_over, unrouted
@@ -29,11 +28,4 @@ def _take_over(block: Any, gate: Any) -> None:
     biased = choice.correction_bias is not None or choice.custom_routing_function is not None
     if choice.use_grouped_topk or choice.scoring_func != "softmax" or scaled or biased:
         return
-    if (choose := take_over(bound, gate, choice.top_k, renormalize=choice.renormalize)) is None:
-        return
-
-    def chosen(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        found = choose(hidden_states)
-        return found.weights, found.ids
-
-    choice.custom_routing_function = chosen
+    choice.custom_routing_function = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize)

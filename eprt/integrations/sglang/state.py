@@ -1,4 +1,4 @@
-"""What the plugin asks of SGLang: its arguments, and the ranks of its TP group."""
+"""Asks SGLang for its arguments and for the ranks of its TP group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.integrations.engine.ranks import POLL_S, world_alone, world_of
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
@@ -55,23 +54,20 @@ class SglangState(EngineState):
         ranks = group.cpu_group if group.device.type == "cpu" else group.device_group
         return world_of(ranks, group.device, None, self.logger)
 
-    def runtime(self, sharing: Sharing) -> RuntimeConfig:
-        return runtime_config(_arguments(), self.options(), all_to_all=sharing != "local")
-
-    def captures_graphs(self) -> bool:
-        return captures_graphs(_arguments())
-
     def reports(self) -> bool:
         return _parallel().tp_rank == 0
 
     def bind(self, layer: Any) -> LayerBinding:
         """Binds a FusedMoE. Collective for the first of its kind. Raises FallsBackToEngine, ConfigError, RankLost."""
         self.require_fit()
-        require_supported(_arguments())
-        everywhere = self.all_to_all()
+        args, everywhere = _arguments(), self.all_to_all()
+        require_supported(args)
         config = moe_config(layer, all_to_all=everywhere)
+        runtime = runtime_config(args, self.options(), all_to_all=everywhere)
+        sharing = "own tokens" if everywhere else "local"
         parts = layer.moe_tp_size * (1 if everywhere else layer.moe_ep_size)
-        binding = self.bind_layer(layer.layer_name, config, "own tokens" if everywhere else "local", parts)
+        captured = captures_graphs(args)
+        binding = self.bind_layer(layer.layer_name, config, sharing, parts, runtime, captured=captured)
         self.layer_ids.add(layer.layer_id)
         return binding
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.errors import ConfigError, EprtError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.settings import (
-    PLACEMENT,
     checked_options,
     choose,
     fall_back,
@@ -26,14 +25,13 @@ from eprt.integrations.engine.settings import (
     runtime_with,
     with_low_precision,
 )
-from eprt.integrations.sglang.parameters import activation_of, interleaved, layout_of
+from eprt.integrations.sglang.parameters import activation_of, interleaved, keeper_of, layout_of
 from eprt.models import family_for
 from eprt.models.schemes import scheme_of
+from eprt.support import Device
 
 VARIABLE = "EPRT_SGLANG"
-ALL_TO_ALL = (
-    "all_to_all"  # beside RuntimeConfig's fields there; False: SGLang gathers and sums tokens as it does anyway
-)
+ALL_TO_ALL = "all_to_all"  # beside RuntimeConfig's fields there; False: SGLang gathers and sums the tokens
 CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
 EAGER = "--disable-cuda-graph"
 # Models whose code was read for what it does around the experts under an all-to-all.
@@ -51,12 +49,10 @@ def options() -> dict[str, Any]:
         given = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{VARIABLE}: {text!r} is no JSON: {error}") from error
-    if isinstance(given, dict) and not isinstance(given.get(ALL_TO_ALL, True), bool):
+    given = checked_options(given, VARIABLE, ALL_TO_ALL)
+    if not isinstance(given.get(ALL_TO_ALL, True), bool):
         raise ConfigError(f"{VARIABLE}.{ALL_TO_ALL}: {given[ALL_TO_ALL]!r}: expected true or false")
-    if isinstance(given, dict):
-        checked_options({name: value for name, value in given.items() if name != ALL_TO_ALL}, VARIABLE)
-        return given
-    return checked_options(given, VARIABLE)
+    return given
 
 
 def require_supported(args: Any) -> None:
@@ -125,12 +121,6 @@ def all_to_all_reason(args: Any, given: Mapping[str, Any]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _PlannedRanks:
-    device: torch.device
-    parallel: ParallelConfig
-
-
 def _require_model(args: Any, given: Mapping[str, Any]) -> None:
     """Checks that every layer of the model will run: under an all-to-all none can be left to SGLang."""
     from transformers import PretrainedConfig
@@ -149,7 +139,6 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
         ]
     )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    ranks = _PlannedRanks(device, ParallelConfig(world_size=args.tp_size))
     try:
         family = family_for(found)
         for layer in family.moe_layers(found)[-1:]:
@@ -164,14 +153,11 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
                     (dialect == COMPRESSED and moe.weight_format == "nvfp4", "compressed-tensors' NVFP4"),
                 ]
             )
-            runtime = with_low_precision(moe, runtime_with(_settings(given), 1024), given)
-            choose(moe, ranks, runtime, captured=device.type == "cuda", eager_flag=EAGER)
+            runtime = with_low_precision(moe, runtime_with(given, 1024), given)
+            parallel = ParallelConfig(world_size=args.tp_size)
+            choose(moe, parallel, runtime, Device.of(device), captured=device.type == "cuda", eager_flag=EAGER)
     except EprtError as error:
         raise FallsBackToEngine(str(error)) from error
-
-
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != ALL_TO_ALL}
 
 
 def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
@@ -190,9 +176,9 @@ def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
             (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
         ]
     )
-    found = layout_of(layer).weight_format(layer, layer.params_dtype)
-    experts = layer.num_experts if all_to_all else layer.num_local_experts
     part, top_k = layer.intermediate_size_per_partition, layer.top_k or 1
+    found = layout_of(layer).weight_format(keeper_of(layer), part, layer.params_dtype)
+    experts = layer.num_experts if all_to_all else layer.num_local_experts
     alternating = found == "fp8_block" and interleaved(config)
     fall_back(
         [
@@ -222,8 +208,7 @@ def runtime_config(args: Any, given: Mapping[str, Any], *, all_to_all: bool) -> 
     prefill = chunk if chunk > 0 else args.max_prefill_tokens
     most = max(prefill, args.max_running_requests or 0, getattr(phase, "max_bs", 0) or 0)
     gathered = 1 if all_to_all else attention_dp(args)
-    kept = {name: value for name, value in _settings(given).items() if all_to_all or name != PLACEMENT}
-    return runtime_with(kept, most * gathered)
+    return runtime_with(given, most * gathered)
 
 
 def captures_graphs(args: Any) -> bool:

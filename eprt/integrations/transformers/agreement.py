@@ -126,8 +126,7 @@ class ForwardAgreement:
         if self._silent:
             yield
             return
-        first, last = self.places[0], self.places[-1]
-        with self._inside(num_tokens, begins=place is first, ends=place is last):
+        with self._inside(num_tokens, begins=place is self.places[0], ends=place is self.places[-1]):
             yield
 
     @contextmanager

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -110,16 +111,9 @@ class DecodeGraphs:
         def replaying(*args: Any, **given: Any) -> Any:
             return self._call(*args, **given)
 
-        own = model.__dict__.get("forward")
-        model.forward, self._agreement.idle = replaying, functools.partial(self._replay, 0)
-        try:
+        idle = functools.partial(self._replay, 0)
+        with patch.object(model, "forward", replaying), patch.object(self._agreement, "idle", idle):
             yield
-        finally:
-            self._agreement.idle = None
-            if own is None:
-                del model.forward
-            else:
-                model.forward = own
 
     def _call(self, *args: Any, **given: Any) -> Any:
         """Runs in place of the model's forward."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eprt.config import Activation, RuntimeConfig
+from eprt.config import RuntimeConfig
 from eprt.errors import UnsupportedError, UsageError
 from eprt.integrations.transformers.agreement import Place
 from eprt.integrations.transformers.experts import activation_of, canonical, config_of, parameter_names, top_k_of
@@ -66,7 +66,12 @@ class _ExpertsPlace(Place):
         super().__init__(world, torch.bfloat16)
         self.experts, self.runtime = experts, runtime
         self.top_k: int | None = None
-        self.activation = _activation(experts)
+        if (activation := activation_of(experts)) is None:
+            raise UnsupportedError(
+                f"{type(experts).__name__} computes what no executor does; use another ep_implementation, or "
+                "load_without_experts and parallelize, which run the module's own code"
+            )
+        self.activation = activation
 
     def _build(self) -> ExpertParallelMoE:
         experts: Any = self.experts
@@ -129,14 +134,3 @@ def _drop_weights(experts: Any) -> None:
         )
 
     experts.register_state_dict_pre_hook(no_state_dict)
-
-
-def _activation(experts: Any) -> Activation:
-    """Returns the module's activation. Raises UnsupportedError."""
-    found = activation_of(experts)
-    if found is None:
-        raise UnsupportedError(
-            f"{type(experts).__name__} computes what no executor does; use another ep_implementation, or "
-            "load_without_experts and parallelize, which run the module's own code"
-        )
-    return found

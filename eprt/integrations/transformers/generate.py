@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,7 +179,8 @@ def _run(
         given["streamer"] = _Streamer(list(batch), lengths, on_token)
     if decode is not None:
         given |= {"past_key_values": decode.begin(len(ids)), "disable_compile": True}
-    with chosen_last(model, SeededChoice(seeds, device) if seeds and _option(model, options, "do_sample") else None):
+    choice = SeededChoice(seeds, device) if seeds and _option(model, options, "do_sample") else None
+    with nullcontext() if choice is None else chosen_last(model, choice):
         out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     after = [tokens[: lengths.get(row)] for row, tokens in enumerate(out[:, ids.shape[1] :].tolist())]
     return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in stops), None)] for tokens in after]

@@ -3,9 +3,10 @@ numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
@@ -71,15 +72,11 @@ class SeededChoice(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0) + nan.to(scores.dtype)
 
 
-@contextmanager
-def chosen_last(model: Any, choice: LogitsProcessor | None) -> Iterator[None]:
+def chosen_last(model: Any, choice: LogitsProcessor) -> AbstractContextManager[Any]:
     """Lets `choice` be the last of the model's logits processors inside the block.
 
     Those that `model.generate` is given run before temperature, top-k and top-p.
     """
-    if choice is None:
-        yield
-        return
     prepare: Callable[..., Any] = model._get_logits_processor
 
     def prepared(*args: Any, **given: Any) -> Any:
@@ -87,8 +84,4 @@ def chosen_last(model: Any, choice: LogitsProcessor | None) -> Iterator[None]:
         processors.append(choice)
         return processors
 
-    model._get_logits_processor = prepared
-    try:
-        yield
-    finally:
-        del model._get_logits_processor
+    return patch.object(model, "_get_logits_processor", prepared)

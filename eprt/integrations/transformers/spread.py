@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -80,7 +81,7 @@ def spread(
         ConfigError, UnsupportedError, CheckpointError, WorldMismatch: on every rank.
     """
     layers: list[ExpertParallelMoE] = []
-    with load_on_all_ranks(world, lambda: open_source(model, checkpoint)) as source:
+    with closing(load_on_all_ranks(world, lambda: open_source(model, checkpoint))) as source:
         require_same_weights(model, world, tuple(f"{path}." for path in source.modules))
         for number, (path, experts) in enumerate(source.modules.items()):
             parts = load_on_all_ranks(world, lambda path=path: source.parts(path, world, placed), number)
@@ -173,10 +174,7 @@ class _Source:
         if self.dtype not in _PLAIN:
             raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
 
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Closes what the experts were read from."""
 
     @property
@@ -227,9 +225,9 @@ class CheckpointSource(_Source):
         super().__init__(model)
         self.checkpoint = Checkpoint(find_checkpoint(place))
         self._mapping: list[Any] = []
-        self._keys = self._keys_of(self.checkpoint)
+        self._keys = self._keys_of()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.checkpoint.close()
 
     @property
@@ -248,7 +246,8 @@ class CheckpointSource(_Source):
         together = [m for p, m in self.modules.items() if set(self._keys[p]) & set(self._keys[path])]
         with ExitStack() as restoring, _no_progress_bar():
             for module in together:
-                restoring.enter_context(_on_meta(module, self.parameters(module), shard.num_local_experts))
+                empty = _on_meta(self.parameters(module), shard.num_local_experts)
+                restoring.enter_context(patch.dict(module._parameters, empty))
             found, _ = convert_and_load_state_dict_in_model(
                 self.model, tensors, LoadStateDictConfig(weight_mapping=self._mapping, device_map={"": "cpu"})
             )
@@ -259,7 +258,7 @@ class CheckpointSource(_Source):
             raise CheckpointError(f"{self.checkpoint.directory}: the experts of {path} can't be read: {why}")
         return loaded
 
-    def _keys_of(self, source: Checkpoint) -> dict[str, list[str]]:
+    def _keys_of(self) -> dict[str, list[str]]:
         """Returns the names of each module's tensors in the checkpoint."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -271,7 +270,7 @@ class CheckpointSource(_Source):
         converters = [each for each in self._mapping if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         found: dict[str, list[str]] = {path: [] for path in self.modules}
-        for key in source.manifest:
+        for key in self.checkpoint.manifest:
             name, pattern = rename_source_key(key, renamings, converters, self.model.base_model_prefix, names)
             if pattern is None and name not in names:
                 name, _ = rename_source_key(key, [], [], self.model.base_model_prefix, names)
@@ -311,17 +310,11 @@ def _cut(
     return ExpertWeights(Dense(gate_up), Dense(down), *biases)
 
 
-@contextmanager
-def _on_meta(experts: Any, whole: dict[str, Any], num_experts: int) -> Iterator[None]:
-    """Gives a module parameters for `num_experts` of its experts, to be loaded; those before come back."""
-    before = dict(experts._parameters)
-    for name, tensor in whole.items():
-        parameter = torch.empty((num_experts, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        experts._parameters[name] = nn.Parameter(parameter, requires_grad=False)
-    try:
-        yield
-    finally:
-        experts._parameters.update(before)
+def _on_meta(whole: dict[str, Any], num_experts: int) -> dict[str, nn.Parameter]:
+    """Returns parameters for `num_experts` of a module's experts, to be loaded."""
+    shapes = {name: (num_experts, *tensor.shape[1:]) for name, tensor in whole.items()}
+    empty = {name: torch.empty(shape, dtype=whole[name].dtype, device="meta") for name, shape in shapes.items()}
+    return {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in empty.items()}
 
 
 @contextmanager

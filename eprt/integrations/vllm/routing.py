@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from eprt.integrations.engine.routing import take_over, unrouted
@@ -40,10 +39,5 @@ def _take_over(runner: Any, block: nn.Module | None) -> str:
     choose = None if gate is None else take_over(bound, gate, choice.top_k, renormalize=choice.renormalize)
     if choose is None:
         return ""
-
-    def chosen(hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        found = choose(hidden_states)
-        return found.weights, found.ids
-
-    choice._compute_routing = chosen
+    choice._compute_routing = choose
     return "" if gate is inside else bound.binding.name

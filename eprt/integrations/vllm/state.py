@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import MoEConfig
 from eprt.integrations.engine.balancing import BalanceConfig, Balancing
 from eprt.integrations.engine.ranks import world_alone, world_of
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
@@ -40,14 +40,6 @@ class PluginState(EngineState):
 
         return make_world(get_ep_group(), get_tp_group(), sharing)
 
-    def runtime(self, sharing: Sharing) -> RuntimeConfig:
-        from vllm.distributed import get_tp_group
-
-        return runtime_config(_current(), 1 if sharing == "local" else get_tp_group().world_size)
-
-    def captures_graphs(self) -> bool:
-        return captures_graphs(_current())
-
     def reports(self) -> bool:
         from vllm.distributed import get_ep_group
 
@@ -67,8 +59,7 @@ class PluginState(EngineState):
         found = balance_options(config)
         if flags.enable_eplb and not self.unfit and not left_whole(config, device):
             given = flags.eplb_config
-            fields = "window_size", "step_interval", "num_redundant_experts", "log_balancedness"
-            found = BalanceConfig(*(getattr(given, name) for name in fields))
+            found = BalanceConfig(**{name: getattr(given, name) for name in BalanceConfig.__dataclass_fields__})
             flags.enable_eplb, given.num_redundant_experts = False, 0
             self.logger.info("eprt: --enable-eplb moves the experts of eprt's layers: %s", found)
         self.balancing = None if found is None else Balancing(found, self.logger)
@@ -79,8 +70,12 @@ class PluginState(EngineState):
         Args:
             moe: vLLM's FusedMoEConfig.
         """
+        from vllm.distributed import get_tp_group
+
         watch_worker(self)
-        return self.bind_layer(name, config, sharing_of(moe), moe.tp_size)
+        current, sharing = _current(), sharing_of(moe)
+        runtime = runtime_config(current, 1 if sharing == "local" else get_tp_group().world_size)
+        return self.bind_layer(name, config, sharing, moe.tp_size, runtime, captured=captures_graphs(current))
 
 
 def _current() -> Any:

@@ -40,11 +40,11 @@ def require_supported(config: Any, device_type: str, parallel: Any) -> None:
     fall_back([*_reasons(config, device_type, parallel.use_ep, parallel.dp_size), owned, eplb])
 
 
-def left_whole(config: Any, device_type: str) -> str:
-    """Returns which flag leaves all layers of a model to vLLM, before any is made; "" if none does."""
+def left_whole(config: Any, device_type: str) -> bool:
+    """Returns whether a flag leaves all layers of a model to vLLM, before any is made."""
     flags = config.parallel_config
     reasons = _reasons(config, device_type, flags.enable_expert_parallel, flags.data_parallel_size)
-    return next((reason for holds, reason in reasons if holds), "")
+    return any(holds for holds, _ in reasons)
 
 
 def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[tuple[bool, str]]:
@@ -117,10 +117,11 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (sums, "the model sums this layer's partial outputs itself"),
     ]
     fall_back(reasons)
-    found = layout_of(method).weight_format(method, layer.params_dtype)
+    part = moe.intermediate_size_per_partition
+    found = layout_of(method).weight_format(method, part, layer.params_dtype)
     alternating = found == "fp8_block" and layer.activation.value == INTERLEAVED
     fall_back([(alternating, "FP8 blocks over rows that alternate gate, up")])
-    require_whole_scales(found, moe.intermediate_size_per_partition, moe.tp_size, moe.in_dtype)
+    require_whole_scales(found, part, moe.tp_size, moe.in_dtype)
     return found
 
 
@@ -139,11 +140,8 @@ def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Returns eprt's section of `--additional-config`, less EPLB. Raises ConfigError for names that it hasn't got."""
-    given: Any = (config.additional_config or {}).get(OPTIONS, {})
-    if isinstance(given, dict):
-        given = {name: value for name, value in given.items() if name != EPLB}
-    return checked_options(given, f"--additional-config {OPTIONS}")
+    """Returns eprt's section of `--additional-config`. Raises ConfigError for names that it hasn't got."""
+    return checked_options((config.additional_config or {}).get(OPTIONS, {}), f"--additional-config {OPTIONS}", EPLB)
 
 
 def balance_options(config: Any) -> BalanceConfig | None:
@@ -156,6 +154,5 @@ def balance_options(config: Any) -> BalanceConfig | None:
 
 def captures_graphs(config: Any) -> bool:
     """Returns whether vLLM may capture this model's layers in CUDA graphs."""
-    if config.model_config.enforce_eager:
-        return False
-    return getattr(config.compilation_config.cudagraph_mode, "name", "NONE") != "NONE"
+    mode = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
+    return not config.model_config.enforce_eager and mode != "NONE"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,12 +21,6 @@ from eprt.integrations.vllm.routing import take_over_gates
 from eprt.layer import ExpertParallelMoE
 
 ASLEEP = "its experts were given away (sleep level 2): load all weights before the next call"
-
-
-class TakesConfig(Protocol):
-    """What reads a VllmConfig before the model is built."""
-
-    def take_over_balancing(self, config: Any) -> None: ...
 
 
 def watch_worker(state: EngineState) -> None:
@@ -60,12 +54,12 @@ def watch_worker(state: EngineState) -> None:
     _surround(worker, "wake_up", after=after_waking)
 
 
-def watch_config(state: TakesConfig) -> None:
-    """Takes `--enable-eplb` over before a worker builds its model, if eprt's layers may be in it. Idempotent."""
+def watch_config(read: Callable[[Any], None]) -> None:
+    """Lets `read` have a worker's VllmConfig before the worker builds its model. Idempotent."""
     wrapper: Any = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
 
     def before_init(worker: Any) -> None:
-        state.take_over_balancing(worker.vllm_config)
+        read(worker.vllm_config)
 
     _surround(wrapper, "init_device", before=before_init)
 

@@ -173,8 +173,7 @@ def gptq() -> Loaded:
     parameters |= {"w13_bias": torch.zeros(L, 2 * I).bfloat16(), "w2_bias": torch.zeros(L, H).bfloat16()}
     kind = SimpleNamespace(size_bits=4)
     config = SimpleNamespace(is_sym=True, desc_act=False, quant_type=kind, group_size=32)
-    moe = SimpleNamespace(intermediate_size_per_partition=I)
-    return Loaded(named("AutoGPTQMoEMethod", quant_config=config, moe=moe), "silu", parameters, *plain)
+    return Loaded(named("AutoGPTQMoEMethod", quant_config=config), "silu", parameters, *plain)
 
 
 def awq() -> Loaded:

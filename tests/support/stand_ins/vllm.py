@@ -267,7 +267,7 @@ def installed(config: Any, tokens: list[int], unfit: str = "") -> Iterator[Simpl
     state = PluginState(unfit=unfit)
     with mock.patch.dict(sys.modules, made):
         method.install(state)
-        method.install()  # vLLM may load plugins twice
+        method.install(state)  # vLLM may load plugins twice
         yield SimpleNamespace(context=context, routed=routed, state=state)
         for world in state.worlds.values():
             world.close()
