@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from eprt.bench.timing import samples
-from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch.symm.launch import TUNING, Launcher, Tuning
 from eprt.dispatch.symm.memory import R_BITS, SymmetricMemory, SymmGeometry
 from eprt.tokens import TopK
@@ -104,9 +103,7 @@ def main(result: str) -> None:
     with World.from_env("cuda") as world:
         rows: list[dict[str, object]] = []
         for H, K in SHAPES:
-            config = MoEConfig(num_experts=NUM_EXPERTS, top_k=K, hidden_size=H, intermediate_size=128)
-            runtime = RuntimeConfig(max_tokens_per_rank=max(TOKENS))
-            memory = SymmetricMemory.allocate(world, SymmGeometry.of(world.size, config, runtime))
+            memory = SymmetricMemory.allocate(world, SymmGeometry(world.size, max(TOKENS), H, K, "bf16"))
             rows += [tune(world, memory, tokens) for tokens in TOKENS]
             world.barrier()
             memory.close()

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ _WORKER = "from eprt.compile_ahead import serve; serve()"
 _NUMBER = 4  # bytes of a job's number
 _UNAIDED = "eprt: kernels aren't compiled ahead, but each when it is first needed"
 _COMPILED, _THERE = "compiled", "another process of this host compiled it"
+Job = tuple[str, str, str, tuple[Any, ...], dict[str, Any]]  # a kernel's mark, module and name; its Specialization
 _along: list[Specialization] = []  # what the next `compile_ahead` compiles beside its own
 _started: list[Compilation] = []  # what it waits for
 
@@ -132,8 +134,8 @@ class Compilation:
             processes = min(processes, len(todo))
             logger.info("eprt: compiling %d kernels in %d processes", len(todo), processes)
             first = int(len(todo) * begin)
-            queue = [(mark, _pickled(jobs[mark])) for mark in todo[first:] + todo[:first]]
-            self._first = _start(target, queue, sorted({jobs[mark].kernel.fn.__module__ for mark in todo}), processes)
+            queue = [_job(mark, jobs[mark]) for mark in todo[first:] + todo[:first]]
+            self._first = _start(target, queue, sorted({module for _, module, *_ in queue}), processes)
 
     def wait(self) -> int:
         """Returns how many kernels were compiled here; a warning says what is left."""
@@ -159,15 +161,9 @@ class Compilation:
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
-def _pickled(spec: Specialization) -> bytes:
+def _job(mark: str, spec: Specialization) -> Job:
     function = spec.kernel.fn
-    return pickle.dumps((function.__module__, function.__name__, spec.arguments, spec.named))
-
-
-def _specialization(job: bytes) -> Specialization:
-    module, name, arguments, named = pickle.loads(job)
-    kernel = getattr(importlib.import_module(module), name)
-    return Specialization(kernel, arguments, named)
+    return mark, function.__module__, function.__name__, spec.arguments, spec.named
 
 
 def _mark(spec: Specialization, target: Device) -> str:
@@ -195,16 +191,15 @@ def _marked(mark: str) -> bool:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _start(
-    target: Device, jobs: list[tuple[str, bytes]], modules: list[str], processes: int
-) -> subprocess.Popen[bytes]:
+def _start(target: Device, jobs: list[Job], modules: list[str], processes: int) -> subprocess.Popen[bytes]:
     """Starts a process that imports what all need, some seconds' work, and forks those which compile. They end after
     the last job, or when this process is gone and they would answer."""
     # Forked are neither a driver's state nor locks of other threads, as a library of linear algebra starts.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryFile() as given:
-        pickle.dump((target.sm, processes, modules, jobs), given)
+        pickle.dump((target.sm, processes, modules), given)
+        pickle.dump(jobs, given)  # by itself: what is in them is imported when the modules are
         given.seek(0)
         return subprocess.Popen(
             [sys.executable, "-c", _WORKER], stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -229,36 +224,27 @@ def _answers(first: subprocess.Popen[bytes], count: int) -> tuple[list[str], lis
     return good, failures if len(lines) == count else [*failures, ended]
 
 
-class _NamedTarget:
-    """Stands in for Triton's driver where kernels are compiled for a GPU that needn't be here."""
-
-    def __init__(self, sm: int) -> None:
-        self._target = GPUTarget("cuda", sm, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-
 def compile_for(sm: int) -> None:
-    """Lets this process compile for GPUs of that compute capability, and launch nothing."""
-    driver.set_active(_NamedTarget(sm))  # pyright: ignore[reportArgumentType]
+    """Lets this process compile for GPUs of that compute capability, which needn't be here, and launch nothing."""
+
+    def zero(*_: object) -> int:
+        return 0
+
+    target = GPUTarget("cuda", sm, 32)
+    stand_in: Any = SimpleNamespace(get_current_target=lambda: target, get_current_device=zero, get_current_stream=zero)
+    driver.set_active(stand_in)
 
 
 def serve() -> None:
     """Compiles the jobs that stdin names, in several processes, and answers each with a line."""
-    sm, processes, modules, jobs = pickle.load(sys.stdin.buffer)
+    sm, processes, modules = pickle.load(sys.stdin.buffer)
     os.nice(10)  # whoever started this may load a model meanwhile
     answers = os.dup(1)
     os.dup2(2, 1)  # compilers may write
     compile_for(sm)
     for module in modules:
         importlib.import_module(module)
+    jobs = pickle.load(sys.stdin.buffer)
     triton_key()  # a hash of all of Triton, remembered
     numbers, written = os.pipe()
     os.write(written, b"".join(number.to_bytes(_NUMBER, "little") for number in range(len(jobs))))
@@ -275,12 +261,13 @@ def serve() -> None:
     os._exit(0)  # the interpreter's own end takes half a second
 
 
-def _compile(mark: str, job: bytes) -> str:
+def _compile(mark: str, module: str, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> str:
     """Compiles a kernel and marks it in the cache. Returns what became of it, in one line."""
     if _marked(mark):
         return _THERE
     try:
-        _build_launcher(_specialization(job).compile())
+        kernel = getattr(sys.modules[module], name)
+        _build_launcher(Specialization(kernel, arguments, named).compile())
         get_cache_manager(mark).put("", _MARK, binary=False)
     except Exception as error:  # noqa: BLE001  (of any compiler stage; the kernel's first use raises it again)
         return " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -44,14 +44,14 @@ class Problem:
 
 def versions() -> dict[str, str]:
     """Returns software versions; "-" for what isn't installed."""
-    found = {
+    return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "- (CPU build)",
         "NCCL of torch": _nccl_of_torch() or "-",
+        **{name: _version(name) or "-" for name in DISTRIBUTIONS},
     }
-    return found | {name: _version(name) or "-" for name in DISTRIBUTIONS}
 
 
 def devices() -> list[str]:

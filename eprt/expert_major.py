@@ -16,8 +16,7 @@ from eprt.tokens import ExpertMajorTokens, FlatTokens, as_bytes
 
 def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> None:
     """Copies the rows below counts [L] int32 from [L, M, n] to [L, M, n] of the same dtype and any strides."""
-    if source.dtype.itemsize == 1:
-        source, target = source.view(torch.uint8), target.view(torch.uint8)
+    source, target = as_bytes(source), as_bytes(target)
     if source.is_cuda:
         from eprt import expert_major_triton
 

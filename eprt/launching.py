@@ -28,8 +28,6 @@ INT32 = 1 << 31  # the first number that 32 bits have no room for
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 _ALIGNMENT = 16  # bytes, and the multiple that Triton specialises integers for
 
-Grid = tuple[int, int, int]
-
 
 @dataclass(frozen=True)
 class Specialization:
@@ -93,7 +91,7 @@ class CachedKernel:
         **options: Any,
     ) -> None:
         options = {"enable_fp_fusion": True} | options  # Triton's default until 3.9
-        pdl = pdl and device.type != "cpu" and Device.of(device).sm >= 90
+        pdl = pdl and Device.of(device).sm >= 90
         if pdl:
             options["launch_pdl"] = True
         if "PDL" in kernel.arg_names:
@@ -128,7 +126,7 @@ class CachedKernel:
         self._run = self._kernel.run
         return self._kernel.run
 
-    def __call__(self, grid: Grid, *arguments: Any) -> None:
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         if _recorded is not None:
             return
         if INTERPRETED:

@@ -262,6 +262,3 @@ class ExpertMajorTokens:
             self.counts.shape == (self.hidden.data.shape[0],) and self.counts.dtype == torch.int32,
             f"expert-major counts are {_describe(self.counts)}: expected [{self.hidden.data.shape[0]}] int32",
         )
-
-
-Tokens = FlatTokens | ExpertMajorTokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -178,7 +178,7 @@ def check_layer(context: RankContext, check: Check) -> CheckRow:
     errors = [0.0]
     for call in range(check.case.num_calls):
         source = world.rank - world.attention_tp_rank
-        batch = _inputs(check, call, world.size)[source]
+        batch = _inputs(check.case, call, world.size, config, check.torch_dtype)[source]
         own = batch.to(world.device)
         out = layer(own.hidden, own.topk, tokens_per_rank=check.case.counts.agreed)
         key = ("expected", check.config, check.case, call, check.dtype, source)
@@ -204,7 +204,7 @@ class _TransportRun:
 
     def dispatch(self, call: int) -> None:
         check, world = self.check, self.world
-        batches = _inputs(check, call, world.size)
+        batches = _inputs(check.case, call, world.size, check.moe, check.torch_dtype)
         own = batches[world.rank].to(world.device)
         sent = self.dispatcher.dispatch(own.hidden, own.topk, check.case.counts.agreed)
         self.open[call] = (batches[world.rank], sent)
@@ -235,17 +235,7 @@ class _TransportRun:
 # ---- what ranks keep from check to check ----------------------------------------------------------------------
 
 
-def _inputs(check: Check, call: int, size: int) -> list[Batch]:
-    """Returns every rank's input of a call, in rank order."""
-    if isinstance(check.config, str):
-        return _named_inputs(check.config, check.case, call, size, check.torch_dtype)
-    return make_batches(check.case, call, size, check.moe, check.torch_dtype)
-
-
-@cache
-def _named_inputs(config: str, case: Case, call: int, size: int, dtype: torch.dtype) -> list[Batch]:
-    """Returns the inputs on a named layer, which are small and the same for all backends: they are made once."""
-    return make_batches(case, call, size, CONFIGS[config], dtype)
+_inputs = lru_cache(1024)(make_batches)  # small, and the same for all backends
 
 
 class NanOutput(Executor):
@@ -281,8 +271,7 @@ def _key(check: Check) -> Check:
 
 
 def _dispatcher(context: RankContext, check: Check, world: World) -> Dispatcher:
-    settings = (check.dispatcher, world, check.moe, check.runtime, check.token_format)
-    return context.once(_key(check), lambda: make_dispatcher(*settings))
+    return context.once(_key(check), lambda: make_dispatcher(check.dispatcher, world, check.moe, check.runtime))
 
 
 def _layer(context: RankContext, check: Check, world: World, full: ExpertWeights) -> ExpertParallelMoE:

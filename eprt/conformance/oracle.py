@@ -18,6 +18,7 @@ from eprt.errors import ConfigError
 from eprt.experts.reference import decode_matrix, expert_forward
 from eprt.placement import ExpertShard
 from eprt.quant import encode
+from eprt.tokens import as_bytes
 from eprt.weights import ExpertWeights, Matrix, SharedExpertWeights
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def shard_weights(full: ExpertWeights, config: MoEConfig, shard: ExpertShard) ->
     """
     width = shard.slice_intermediate(config.intermediate_size)
     parts = config.activation.parts
-    local = full.map(lambda tensor: _select(tensor, shard.experts))
+    local = full.map(lambda tensor: as_bytes(tensor)[list(shard.experts)].view(tensor.dtype))
     bias = local.gate_up_bias
     if bias is not None:
         bias = bias.unflatten(1, (parts, config.intermediate_size))[:, :, width].flatten(1)
@@ -66,11 +67,6 @@ def shard_weights(full: ExpertWeights, config: MoEConfig, shard: ExpertShard) ->
         local.down_bias,
         local.hidden_order,
     )
-
-
-def _select(tensor: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
-    raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor  # torch can't index FP8
-    return raw[list(experts)].view(tensor.dtype)
 
 
 def _cut(matrix: Matrix, dim: int, parts: int, size: int, width: slice) -> Matrix:

@@ -35,9 +35,6 @@ def write_tiny_checkpoint(
         hidden_size, intermediate_size: multiples of 32.
         seed: same seed, same bytes.
 
-    Returns:
-        the directory.
-
     Raises:
         ConfigError: sizes that MXFP4 can't hold, or a directory that holds a checkpoint.
     """

@@ -31,7 +31,6 @@ class Arrival:
 
 
 def travelling(hidden: torch.Tensor, payload: PayloadFormat | None) -> Payload:
-    """Returns hidden states as they must travel."""
     return Payload.plain(hidden) if payload is None else encode_payload(hidden, payload)
 
 

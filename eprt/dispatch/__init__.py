@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eprt.dispatch.base import Dispatcher
-from eprt.dispatch.call import Dispatched, Handle, Traffic
+from eprt.dispatch.call import Dispatched, Handle
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS, SYMM_MAX_RANKS, SYMM_R_BITS, DispatcherSpec
 from eprt.errors import ConfigError, EprtError
 from eprt.support import Requirement, load_class, register
@@ -30,7 +30,6 @@ __all__ = [
     "Dispatcher",
     "DispatcherSpec",
     "Handle",
-    "Traffic",
     "calibrated_scale",
     "make_dispatcher",
     "register_dispatcher",

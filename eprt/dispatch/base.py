@@ -128,7 +128,8 @@ class Dispatcher(ABC):
         handle = Handle(self, -1, 1, 1, token.dtype, generation=self.world.generation)
         tokens = self._dispatch(self._encode(token), topk, handle)
         self._combine(token.new_zeros((*tokens.hidden.data.shape[:-1], token.shape[1])), handle)
-        self._settle()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
 
     def dispatch(
         self,
@@ -359,10 +360,6 @@ class Dispatcher(ABC):
 
     def _capturing(self) -> bool:
         return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _settle(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
 
     def _encode(self, hidden_states: torch.Tensor) -> Payload:
         """Encodes the tokens in the number format that travels: `runtime.payload`, or their own."""

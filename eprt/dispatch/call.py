@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from eprt.world.collectives import Step
 
 KNOB = "RuntimeConfig.max_tokens_per_rank"
-MOST_TOKENS = (1 << 31) - 1
 
 
 class CallState:
@@ -74,7 +73,7 @@ class Handle:
     traffic: Traffic | None = None
     deferred: bool = False
     status: Literal["open", "combined", "closed"] = field(default="open", compare=False)
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
     generation: int = 0
 
     def kept(self, kind: type[S]) -> S:
@@ -137,12 +136,12 @@ class LostExperts:
 
 
 def require_agreed(tokens_per_rank: object) -> int:
-    """Returns a caller's R. Raises InputError unless it is an int from 1 to `MOST_TOKENS`."""
+    """Returns a caller's R. Raises InputError unless it is an int from 1 to 2^31 - 1."""
     if not isinstance(tokens_per_rank, int) or isinstance(tokens_per_rank, bool) or tokens_per_rank < 1:
         raise InputError(
             f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
         )
-    if tokens_per_rank > MOST_TOKENS:
+    if tokens_per_rank >= 1 << 31:
         raise InputError(f"tokens_per_rank {tokens_per_rank}: expected at most 2^31 - 1")
     return tokens_per_rank
 
@@ -159,10 +158,6 @@ class Capacity:
     max_tokens_per_rank: int
     bytes_per_token: int = 0
 
-    def check_rows(self, tokens_per_rank: int) -> None:
-        """Raises CapacityError unless R fits."""
-        self._check("tokens_per_rank is", tokens_per_rank)
-
     def agree(self, tokens: Sequence[int], agreed: int, cut: bool = False) -> int:
         """Returns R from every rank's T; 0 in `agreed` means "derive it". Same verdict on every rank.
 
@@ -178,10 +173,11 @@ class Capacity:
                 f"pass tokens_per_rank >= {largest} on every rank, or None to let the ranks agree"
             )
         if not agreed and not cut:
-            self._check(f"rank {tokens.index(largest)} has", rows)
+            self.check(f"rank {tokens.index(largest)} has", rows)
         return rows
 
-    def _check(self, who: str, needed: int) -> None:
+    def check(self, who: str, needed: int) -> None:
+        """Raises CapacityError unless `needed` tokens fit. `who` names them."""
         if needed <= self.max_tokens_per_rank:
             return
         cost = f" ({needed * self.bytes_per_token:,} bytes a rank)" if self.bytes_per_token else ""
@@ -204,7 +200,7 @@ def check_rows(tokens_per_rank: object, capacity: Capacity, capturing: bool, cut
     if tokens_per_rank is not None:
         agreed = require_agreed(tokens_per_rank)
         if not cut:
-            capacity.check_rows(agreed)
+            capacity.check("tokens_per_rank is", agreed)
     elif capturing:
         raise InputError("tokens_per_rank is None during CUDA graph capture: pass R, the same on every rank")
 
@@ -309,9 +305,7 @@ def check_routing(num_tokens: int, routing: object, token_ids: object, config: M
             )
         else:
             found = tuple(tensor.shape)
-        if not width:
-            continue
-        if found != (num_tokens, width):
+        if width and found != (num_tokens, width):
             raise InputError(
                 f"{name} is {found}, hidden_states holds {num_tokens} tokens: they must agree; expected [T, {width}]"
             )
@@ -331,16 +325,16 @@ def check_handle(handle: object, owner: object, generation: int) -> None:
         raise UsageError("combine on a handle that nobody waited for: call handle.wait() before the experts run")
 
 
-def check_output(expert_output: object, shape: tuple[int, ...] | None, device: torch.device) -> None:
-    """Raises InputError unless `expert_output` fits the dispatched tokens; with `shape` None it may have any shape."""
+def check_output(expert_output: object, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raises InputError unless `expert_output` fits the dispatched tokens."""
     if not isinstance(expert_output, torch.Tensor):
         raise InputError(f"expert_output is a {type(expert_output).__name__}: expected a tensor {shape}")
-    fits = shape is None or tuple(expert_output.shape) == shape
+    fits = tuple(expert_output.shape) == shape
     if fits and expert_output.is_floating_point() and expert_output.device.type == device.type:
         return
     raise InputError(
         f"expert_output is {tuple(expert_output.shape)} {expert_output.dtype} on {expert_output.device}: expected "
-        f"{shape or 'the shape of the tokens'}, a row for each of the tokens' rows, float on {device.type}"
+        f"{shape}, a row for each of the tokens' rows, float on {device.type}"
     )
 
 

@@ -16,38 +16,30 @@ import torch
 
 from eprt import expert_major
 from eprt.dispatch.call import Handle
-from eprt.dispatch.shared_memory import BufferCall, InFlightBuffers, SharedMemoryDispatcher, silent
+from eprt.dispatch.shared_memory import BufferCall, Geometry, InFlightBuffers, SharedMemoryDispatcher, silent
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS
 from eprt.errors import ConfigError, UsageError
 from eprt.rounding import ceil_div, round_up
 from eprt.tokens import ExpertMajorTokens, Payload, TopK
+from eprt.weights import FP8_BLOCK
 from eprt.world.lifecycle import RankMemory
 
 MAX_OPEN = 2  # deep_ep 1.2.1: the warnings and asserts of deep_ep/buffer.py
 QP_DEPTH_VARIABLE = "NVSHMEM_QP_DEPTH"
-SCALE_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class DeepEPGeometry:
-    """All that is baked into the buffer: the key under which a World keeps it.
+class DeepEPGeometry(Geometry):
+    """`tokens_per_rank` is a `least_capacity`, `hidden_size` an instantiated one."""
 
-    Attributes:
-        num_ranks, num_experts: W and E.
-        tokens_per_rank: the capacity, see `least_capacity`.
-        hidden_size: an instantiated one.
-    """
-
-    num_ranks: int
     num_experts: int
-    tokens_per_rank: int
     hidden_size: int
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the bytes that a rank pays for each unit of capacity: an even and an odd buffer, each with room to
-        send and to receive one message per expert (csrc/config.hpp, LowLatencyLayout)."""
-        scales = self.hidden_size // SCALE_BLOCK
+        """Returns the bytes of an even and an odd buffer, each with room to send and to receive one message per expert
+        (csrc/config.hpp, LowLatencyLayout)."""
+        scales = self.hidden_size // FP8_BLOCK
         dispatch = 16 + max(2 * self.hidden_size, self.hidden_size + 4 * scales)
         combine = 2 * self.hidden_size + 4 * scales
         send = max(dispatch, self.num_experts * combine)
@@ -163,7 +155,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
 
     def _make_geometry(self) -> DeepEPGeometry:
         W, H = self.world.size, self.spec.padded_hidden(self.config.hidden_size)
-        return DeepEPGeometry(W, self.config.num_experts, least_capacity(W, self.runtime.max_tokens_per_rank), H)
+        return DeepEPGeometry(W, least_capacity(W, self.runtime.max_tokens_per_rank), self.config.num_experts, H)
 
     def max_rows(self) -> int:
         return self._rows_shape()[1]
@@ -218,7 +210,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
         """Returns E4M3 rows whose scales are still to be copied (`copy_scale`): the library's have their last two
         dimensions swapped in memory, for the sake of its own GEMM."""
         data, scale = rows
-        scale = scale[..., : ceil_div(self.config.hidden_size, SCALE_BLOCK)]
+        scale = scale[..., : ceil_div(self.config.hidden_size, FP8_BLOCK)]
         call.scale = scale, torch.empty_like(scale, memory_format=torch.contiguous_format)
         return Payload(data[..., : self.config.hidden_size], "fp8_block", call.scale[1])
 
@@ -237,7 +229,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
             expert_major.copy_valid_rows(rows, buffer, call.counts)
         return self._finish(call.output, handle)[:, :H].contiguous()
 
-    def _send_nan(self, memory: LowLatencyBuffer, handle: Handle) -> None:
+    def _send_nan(self, handle: Handle) -> None:
         handle.wait()
         self._finish(torch.full(self._rows_shape(), torch.nan, dtype=torch.bfloat16, device=self.world.device), handle)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
@@ -31,8 +31,7 @@ class InFlightBuffers:
         self._what = what
         self._device = device
         self._free = set(range(count))
-        self._on_gpu = device.type == "cuda"
-        self._last_stream: dict[int, tuple[int, torch.cuda.Stream]] = {}  # with its number, which is asked for faster
+        self._last_stream: dict[int, torch.cuda.Stream] = {}
 
     def require_free(self) -> None:
         """Raises UsageError if every buffer is in use."""
@@ -43,12 +42,11 @@ class InFlightBuffers:
             )
 
     def acquire(self) -> int:
-        """Raises UsageError if every buffer is in use."""
         self.require_free()
         index = min(self._free)
         last = self._last_stream.get(index)
-        if last is not None and last[0] != stream_number(self._device):
-            self._follow(last[1])
+        if last is not None and last.cuda_stream != stream_number(self._device):
+            self._follow(last)
         self._free.remove(index)
         return index
 
@@ -58,11 +56,10 @@ class InFlightBuffers:
         self._last_stream.clear()
 
     def release(self, index: int) -> None:
-        if self._on_gpu:
+        if self._device.type == "cuda":
             last = self._last_stream.get(index)
-            if last is None or last[0] != stream_number(self._device):
-                stream = torch.cuda.current_stream(self._device)
-                self._last_stream[index] = stream.cuda_stream, stream
+            if last is None or last.cuda_stream != stream_number(self._device):
+                self._last_stream[index] = torch.cuda.current_stream(self._device)
         self._free.add(index)
 
     def _follow(self, last: torch.cuda.Stream) -> None:
@@ -78,25 +75,32 @@ def _captures(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-class Geometry(Protocol):
-    """The key of a shared memory: all that is baked into it. Hashable; a World keeps one memory per key."""
+@dataclass(frozen=True)
+class Geometry(ABC):
+    """All that is baked into a shared memory: the key under which a World keeps it.
+
+    Attributes:
+        num_ranks, tokens_per_rank: W, and the capacity (largest R).
+    """
+
+    num_ranks: int
+    tokens_per_rank: int
 
     @property
+    @abstractmethod
     def bytes_per_token(self) -> int:
-        """Bytes per rank and unit of capacity."""
-        ...
+        """Returns the bytes that a rank pays for each unit of capacity, alignment aside."""
 
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes per rank in all."""
-        ...
+        """Returns the bytes of a rank in all."""
 
 
 class Memory(Protocol):
     """The memory that the ranks share for one geometry."""
 
-    @property
-    def in_flight(self) -> InFlightBuffers: ...
+    in_flight: InFlightBuffers
 
 
 G = TypeVar("G", bound=Geometry)
@@ -145,7 +149,7 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
         """Frees the memory as its last user closes, or its World does, perhaps with a peer lost (`World.broken`)."""
 
     @abstractmethod
-    def _send_nan(self, memory: M, handle: Handle) -> None:
+    def _send_nan(self, handle: Handle) -> None:
         """Does what combine does for the peers, with NaN for the experts' output, and frees the buffer."""
 
     def bytes_per_token(self) -> int:
@@ -181,7 +185,7 @@ class SharedMemoryDispatcher(Dispatcher, Generic[G, M]):
         except (RankLost, WorldMismatch):
             self._memory.in_flight.release(call.index)
             return
-        self._send_nan(self._memory, handle)
+        self._send_nan(handle)
 
     def _close(self) -> None:
         if self._memory is not None:

@@ -209,5 +209,5 @@ def test_queue_depth_covers_the_largest_capacity_unless_set(monkeypatch):
 
 def test_buffer_bytes_at_the_sizes_measured():
     """`get_low_latency_rdma_size_hint` on 4 ranks (deep_ep 1.2.1); all sizes are compared where the library runs."""
-    assert DeepEPGeometry(4, 256, 128, 7168).num_bytes == 1_908_410_496
-    assert DeepEPGeometry(4, 256, 1024, 7168).num_bytes == 15_267_268_736
+    assert DeepEPGeometry(4, 128, 256, 7168).num_bytes == 1_908_410_496
+    assert DeepEPGeometry(4, 1024, 256, 7168).num_bytes == 15_267_268_736

@@ -13,8 +13,7 @@ from support.stand_ins.flashinfer import SIZE, FakeLibrary, FakeWorld, install, 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, make_batches
-from eprt.dispatch.flashinfer import FlashInferDispatcher
-from eprt.dispatch.flashinfer.workspace import NUM_BUFFERS, ControlPlane, FlashInferGeometry
+from eprt.dispatch.flashinfer import NUM_BUFFERS, ControlPlane, FlashInferDispatcher, FlashInferGeometry
 from eprt.errors import ConfigError, UsageError
 from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK

@@ -1,4 +1,4 @@
-"""Limits and signatures of the installed FlashInfer that `dispatch/flashinfer*.py` builds on. Needs no GPU."""
+"""Limits and signatures of the installed FlashInfer that `dispatch/flashinfer.py` builds on. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from support.libraries import Later, folder, needs
 
 from eprt.dispatch import DISPATCHERS
-from eprt.dispatch.flashinfer.workspace import (
+from eprt.dispatch.flashinfer import (
     ALIGNMENT,
     RECV_COUNTERS_OFFSET_INDEX,
     ROUTING_TABLE_WIDTH,
@@ -82,7 +82,7 @@ def test_combine_reads_only_rows_that_were_sent(source):
 
 def test_what_is_kept_from_ranks_left_out(source):
     """Neither counts nor flags go to them and nobody waits for theirs; so what they sent last stays counted, which is
-    why `Workspace.leave_out` clears it, and their own call counter stays behind, which is why they can't come back."""
+    why `Workspace.resume` clears it, and their own call counter stays behind, which is why they can't come back."""
     kernels = source["moeAlltoAllKernels.cu"]
     skip = "is_rank_active(ptrs.active_rank_mask, {})) continue;\n        }}\n        {}"
     for who, what in (

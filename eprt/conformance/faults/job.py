@@ -180,9 +180,8 @@ def run(context: RankContext, trial: Trial, folder: str, patient: bool = False) 
         time.sleep(LATE_S)
 
     def act(*_: object, **__: object) -> None:
-        if trial.fault != "none":
-            diary.note(fault_at=time.monotonic())
-            trial.how.act()
+        diary.note(fault_at=time.monotonic())
+        trial.how.act()
 
     if victim and trial.moment in START_UP:
         module, function = START_UP[trial.moment]

@@ -118,7 +118,6 @@ class Trial:
 
     @property
     def late_rank(self) -> int | None:
-        """The rank that comes late, if one does."""
         return (self.rank + 1) % self.world if self.moment == LATE else None
 
     @property
@@ -137,7 +136,6 @@ class Trial:
 
     @property
     def timeout_s(self) -> float:
-        """Timeout of the trial's World."""
         return GPU_TIMEOUT_S if self.device == "cuda" else TIMEOUT_S
 
     @property
@@ -166,13 +164,11 @@ def config(world: int, device: str) -> MoEConfig:
 
 
 def runtime(dispatcher: str, device: str, then: Then = "restart") -> RuntimeConfig:
-    """Returns the settings of a trial's layer."""
     executor = "torch_grouped" if device == "cuda" else "reference"  # one that graphs can hold
     return RuntimeConfig(dispatcher=dispatcher, executor=executor, max_tokens_per_rank=8, on_rank_lost=then)
 
 
 def dispatchers(world: int, device: str) -> list[str]:
-    """Returns the dispatchers that can run here."""
     where, moe, parallel = Device.here(device), config(world, device), ParallelConfig(world)
     return [n for n, spec in DISPATCHERS.items() if spec.supports(moe, parallel, runtime(n, device), where)]
 
@@ -195,15 +191,11 @@ def trials(world: int, device: str = "cpu", count: int | None = None, seed: int 
 def _spread(cells: list[Trial], seed: int) -> list[Trial]:
     """Shuffles the cells so that every part of the list has a part of every kind."""
     random.Random(seed).shuffle(cells)
-    turns = itertools.count()
     by_kind: dict[tuple[str, bool, str], list[Trial]] = {}
     for cell in cells:
         by_kind.setdefault((cell.fault, cell.moment in START_UP, cell.then), []).append(cell)
-    spread = sorted(
-        ((place / len(group), next(turns), cell) for group in by_kind.values() for place, cell in enumerate(group)),
-        key=lambda item: item[:2],
-    )
-    return [cell for _, _, cell in spread]
+    placed = [(place / len(group), cell) for group in by_kind.values() for place, cell in enumerate(group)]
+    return [cell for _, cell in sorted(placed, key=lambda item: item[0])]
 
 
 def _on_cpus(world: int, names: list[str]) -> list[Trial]:

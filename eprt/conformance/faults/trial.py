@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -56,7 +56,6 @@ class Result:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Result:
-        """Makes a result of a row of `as_row`."""
         row = {**row, **{name: tuple(row[name]) for name in ("verdicts", "leftovers")}}
         trial = Trial(**{field.name: row[field.name] for field in fields(Trial)})
         return cls(trial, **{field.name: row[field.name] for field in fields(cls)[1:]})
@@ -295,13 +294,9 @@ class _Running:
     @contextmanager
     def _holding(self, pool: WorldPool) -> Iterator[None]:
         if self._over:
-            raise TrialsEnded
+            raise CancelledError
         self._pools.append(pool)
         try:
             yield
         finally:
             self._pools.remove(pool)
-
-
-class TrialsEnded(Exception):
-    """Ends a trial that would begin now."""

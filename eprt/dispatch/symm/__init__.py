@@ -37,9 +37,6 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
     every SM, and an executor that needs whole SMs might not get past them. Under CUDA graphs R and T are static; a row
     whose ids are all E travels nowhere. Replays and eager calls must be ordered by the caller, as they would be for any
     buffer that both use.
-
-    Raises:
-        ConfigError: what the plan would refuse (device, ranks, capacity, payload, package).
     """
 
     memory_name = "symm's symmetric memory"
@@ -48,7 +45,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
     def output_buffer(self, handle: Handle) -> torch.Tensor | None:
         """Returns [W * R, H] bf16 of symmetric memory: what is written here, combine doesn't copy."""
         call = handle.state
-        return call.output if isinstance(call, _Call) and self._launcher is not None else None
+        return call.output if isinstance(call, _Call) else None
 
     def warmup(self) -> None:
         """Allocates, compiles on every rank before any rank waits for another, then exchanges an empty batch with each
@@ -56,7 +53,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         self.check_peers()
         launcher = self._ready()
         self.world.barrier()
-        for R in launcher.row_counts(self.capacity.max_tokens_per_rank):
+        for R in launcher.row_counts:
             index = launcher.memory.in_flight.acquire()
             token, topk = unwanted_token(self.config, self.world.device)
             launcher.dispatch(index, token, topk, R, self.payload_scale)
@@ -98,7 +95,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         self._finish(call.index, out, call.ids, handle.tokens_per_rank)
         return out
 
-    def _send_nan(self, memory: SymmetricMemory, handle: Handle) -> None:
+    def _send_nan(self, handle: Handle) -> None:
         call = handle.kept(_Call)
         nothing = call.output.fill_(torch.nan)[:0].clone()
         self._finish(call.index, nothing, call.ids[:0], handle.tokens_per_rank)
@@ -109,7 +106,8 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
         launcher.memory.in_flight.release(index)
 
     def _make_geometry(self) -> SymmGeometry:
-        return SymmGeometry.of(self.world.size, self.config, self.runtime)
+        rows, payload = self.runtime.max_tokens_per_rank, self.runtime.payload or "bf16"
+        return SymmGeometry(self.world.size, rows, self.config.hidden_size, self.config.top_k, payload)
 
     def _allocate(self) -> SymmetricMemory:
         return SymmetricMemory.allocate(self.world, self._geometry)
@@ -125,10 +123,7 @@ class SymmetricMemoryDispatcher(SharedMemoryDispatcher[SymmGeometry, SymmetricMe
 
             self.world.require_cold("compiling the symm kernels")
             E, L = self.config.num_experts, self.placement.num_local_experts
-            launcher = Launcher(memory, E, L, self.world.parallel.moe_tp_size, self.world.timeout_s)
-            for R in launcher.row_counts(self.capacity.max_tokens_per_rank):
-                launcher.compile(R)
-            self._launcher = launcher
+            self._launcher = Launcher(memory, E, L, self.world.parallel.moe_tp_size, self.world.timeout_s)
         return self._launcher
 
     def _close(self) -> None:

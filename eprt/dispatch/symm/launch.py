@@ -47,12 +47,15 @@ class _Pair:
 
 
 class Launcher:
-    """The kernels of one layer over one memory: compiled when first asked for, their grids, the addresses they take.
+    """The kernels of one layer over one memory, compiled here; their grids, the addresses they take.
 
     Args:
         memory: whose buffers the calls use.
         num_experts, num_local_experts, moe_tp_size: E, L, and the ranks that share an expert.
         timeout_s: how long a kernel waits for its peers.
+
+    Attributes:
+        row_counts: the smallest R for each pair of kernels that calls up to the capacity can need.
     """
 
     def __init__(
@@ -66,10 +69,8 @@ class Launcher:
     ) -> None:
         geometry = memory.geometry
         self.memory = memory
-        self._tuning = tuning
-        self._pairs: dict[Tuning, _Pair] = {}
         self._device = memory.states.device
-        self._top_k, self._packed = geometry.top_k, geometry.payload != "bf16"
+        self._top_k = geometry.top_k
         self._limit_ns = int(timeout_s * 1e9)
         self._take_addresses()
         self._routing = {
@@ -80,6 +81,9 @@ class Launcher:
             "K": geometry.top_k,
             "K_POW2": next_power_of_2(geometry.top_k),
         }
+        firsts = [1, *(each.max_rows + 1 for each in tuning[:-1])]
+        self.row_counts = [R for R in firsts if geometry.tokens_per_rank >= R]
+        self._pairs = [self._prepare(each) for each in tuning[: len(self.row_counts)]]
 
     def _take_addresses(self) -> None:
         """Takes down what a call of a buffer gets beside its tensors; again once a rank is lost. A push goes to this
@@ -90,15 +94,6 @@ class Launcher:
         buffers = list(zip(memory.peers, memory.books.unbind(), memory.states.unbind(), strict=True))
         self._push_to = [((*peers[rank:], *peers[:rank]), *regions, *state) for peers, *state in buffers]
         self._pull_from = [(peers, offsets["output"], *state) for peers, *state in buffers]
-
-    def row_counts(self, capacity: int) -> list[int]:
-        """Returns the smallest R for each set of kernels that calls up to `capacity` can need."""
-        firsts = [1, *(tuning.max_rows + 1 for tuning in self._tuning[:-1])]
-        return [R for R in firsts if capacity >= R]
-
-    def compile(self, R: int) -> None:
-        """Compiles what calls with this R launch."""
-        self._pair(R)
 
     def dispatch(
         self, index: int, hidden: torch.Tensor, topk: TopK, R: int, global_scale: torch.Tensor | None = None
@@ -131,16 +126,17 @@ class Launcher:
         pair.pull(grid, out, ids, *self._pull_from[index], T, R, self.memory.rank, self._limit_ns)
 
     def _pair(self, R: int) -> _Pair:
-        for tuning in self._tuning:
-            if tuning.max_rows >= R:
-                return self._pairs.get(tuning) or self._prepare(tuning)
+        for pair in self._pairs:
+            if pair.tuning.max_rows >= R:
+                return pair
         raise ValueError(R)
 
     def _prepare(self, tuning: Tuning) -> _Pair:
         geometry = self.memory.geometry
-        words, word = _words(geometry.hidden_size)
         width, kind, block = geometry.hidden_size, torch.bfloat16, PACKED_COLUMNS
-        if not self._packed:
+        # The widest integers that fit make a bf16 row.
+        words, word = (width // 2, torch.int32) if width % 2 == 0 else (width, torch.int16)
+        if geometry.payload == "bf16":
             width, kind, block = words, word, min(next_power_of_2(words), tuning.dispatch_bytes // word.itemsize)
         pull_block = min(next_power_of_2(words), tuning.combine_bytes // word.itemsize)
         scale = torch.float32 if geometry.payload == "nvfp4" else None
@@ -149,15 +145,8 @@ class Launcher:
         push = self._kernel(dispatch_kernel, sent, sizes, tuning.dispatch_warps)
         sizes = {"WORDS": words, "BLOCK": pull_block}
         pull = self._kernel(combine_kernel, (word, torch.int32, *self._pull_from[0]), sizes, tuning.combine_warps)
-        pair = _Pair(tuning, push, ceil_div(width, block), pull, ceil_div(words, pull_block))
-        self._pairs[tuning] = pair
-        return pair
+        return _Pair(tuning, push, ceil_div(width, block), pull, ceil_div(words, pull_block))
 
     def _kernel(self, kernel: Any, arguments: tuple[Any, ...], sizes: dict[str, Any], num_warps: int) -> CachedKernel:
         arguments = *arguments, 2, 2, 2, self._limit_ns
         return CachedKernel(kernel, self._device, arguments, {**self._routing, **sizes}, pdl=True, num_warps=num_warps)
-
-
-def _words(hidden_size: int) -> tuple[int, torch.dtype]:
-    """Returns how many of the widest integers that fit make a bf16 row, and which integers."""
-    return (hidden_size // 2, torch.int32) if hidden_size % 2 == 0 else (hidden_size, torch.int16)

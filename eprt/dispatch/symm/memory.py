@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
-from eprt.dispatch.shared_memory import InFlightBuffers, silent, unmapped
+from eprt.config import PayloadFormat
+from eprt.dispatch.shared_memory import Geometry, InFlightBuffers, silent, unmapped
 from eprt.dispatch.spec import SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.errors import WorldMismatch
 from eprt.rounding import round_up
@@ -35,24 +35,12 @@ ENTRIES = ("raise_dispatch", "raise_combine", "see_dispatch", "see_combine", "fa
 
 
 @dataclass(frozen=True)
-class SymmGeometry:
-    """All that is baked into the memory: the key under which a World keeps it.
+class SymmGeometry(Geometry):
+    """`hidden_size`, `top_k` and `payload` say what a row is."""
 
-    Attributes:
-        num_ranks, tokens_per_rank: W, and the capacity (largest R).
-        hidden_size, top_k, payload: what a row is.
-    """
-
-    num_ranks: int
-    tokens_per_rank: int
     hidden_size: int
     top_k: int
     payload: PayloadFormat
-
-    @classmethod
-    def of(cls, num_ranks: int, config: MoEConfig, runtime: RuntimeConfig) -> SymmGeometry:
-        payload = runtime.payload or "bf16"
-        return cls(num_ranks, runtime.max_tokens_per_rank, config.hidden_size, config.top_k, payload)
 
     @cached_property
     def row_bytes(self) -> dict[str, int]:
@@ -62,7 +50,6 @@ class SymmGeometry:
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the bytes that a rank pays for each unit of capacity."""
         return NUM_BUFFERS * self.num_ranks * sum(self.row_bytes.values())
 
     @cached_property
@@ -117,7 +104,7 @@ class SymmetricMemory(RankMemory):
         self.books = torch.tensor([self._book(index, bases) for index in range(NUM_BUFFERS)], device=device)
         self.in_flight = InFlightBuffers(NUM_BUFFERS, "symm", device)
         self._views: dict[tuple[str, int], torch.Tensor] = {}  # by region and buffer, for the R it was used with last
-        self._tokens: dict[int, tuple[tuple[int, int, torch.Tensor | None], FlatTokens]] = {}  # likewise, by buffer
+        self._tokens: dict[int, tuple[tuple[int, int, int], FlatTokens]] = {}  # likewise, by buffer
 
     @classmethod
     def allocate(cls, world: World, geometry: SymmGeometry) -> SymmetricMemory:
@@ -184,14 +171,11 @@ class SymmetricMemory(RankMemory):
 
     def tokens(self, index: int, R: int, num_experts: int, global_scale: torch.Tensor | None) -> FlatTokens:
         """Returns what a dispatch received there."""
-        kept = self._tokens.get(index)
-        if kept is not None:
-            (rows, experts, scale), tokens = kept
-            if rows == R and experts == num_experts and scale is global_scale:
-                return tokens
-        tokens = FlatTokens(self.payload(index, R, global_scale), *self.routing(index, R), num_experts)
-        self._tokens[index] = (R, num_experts, global_scale), tokens
-        return tokens
+        key, kept = (R, num_experts, id(global_scale)), self._tokens.get(index)  # kept tokens hold their scale
+        if kept is None or kept[0] != key:
+            tokens = FlatTokens(self.payload(index, R, global_scale), *self.routing(index, R), num_experts)
+            kept = self._tokens[index] = key, tokens
+        return kept[1]
 
     def payload(self, index: int, R: int, global_scale: torch.Tensor | None) -> Payload:
         """Returns the received rows [W * R, ...], rank by rank."""
@@ -227,11 +211,6 @@ class SymmetricMemory(RankMemory):
         lines["fault"] = [self._fault.data_ptr() + 4 * p for p in peers]
         lines["host_fault"] = [self._host_fault.data_ptr() + 4 * p for p in peers]
         return [lines[entry] + [0] * (MAX_RANKS - len(bases)) for entry in ENTRIES]
-
-    @property
-    def faulty(self) -> bool:
-        """Returns whether a kernel reported a peer."""
-        return any(self._seen_fault)
 
     def raise_faults(self, timeout_s: float) -> None:
         """Raises what the kernels reported, without a device sync: RankLost for a peer that raised no flag within the

@@ -91,19 +91,18 @@ def sizes(context: RankContext) -> list[str]:
     import deep_ep
     from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_get_workspace_size_per_rank
 
-    from eprt.dispatch import deepep
-    from eprt.dispatch.flashinfer import workspace as flashinfer_workspace
+    from eprt.dispatch import deepep, flashinfer
 
     wrong: list[str] = []
     for W in (2, 4, 8, 63):
         for tokens in (1, 7, 64, 4096):
-            ours = flashinfer_workspace.FlashInferGeometry(W, tokens, 5792, 5760)
+            ours = flashinfer.FlashInferGeometry(W, tokens, 5792, 5760)
             theirs = moe_a2a_get_workspace_size_per_rank(W, tokens, 5792, 5760)
             wrong += [f"flashinfer {ours}: {theirs}"] * (ours.buffer_bytes != theirs)
     for W, experts in ((2, 16), (4, 128), (8, 256)):
         for tokens in (1, 64, 1024):
             for hidden in DISPATCHERS["deepep"].hidden_sizes or ():
                 theirs = deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, hidden, W, experts)
-                geometry = deepep.DeepEPGeometry(W, experts, tokens, hidden)
+                geometry = deepep.DeepEPGeometry(W, tokens, experts, hidden)
                 wrong += [f"deepep {geometry}: {theirs}"] * (geometry.num_bytes != theirs)
     return wrong

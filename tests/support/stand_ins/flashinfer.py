@@ -18,8 +18,8 @@ import torch
 import eprt.dispatch
 from eprt.config import ParallelConfig
 from eprt.dispatch import DISPATCHERS
+from eprt.dispatch import flashinfer as flashinfer_dispatcher
 from eprt.dispatch.flashinfer import FlashInferDispatcher
-from eprt.dispatch.flashinfer import workspace as flashinfer_workspace
 from eprt.world import World
 from eprt.world.collectives import Membership
 from support.stand_ins import library_kernels
@@ -220,8 +220,8 @@ def run_ranks(function: Callable[[FakeWorld], object], size: int = SIZE) -> list
 def install(monkeypatch, size: int = SIZE) -> FakeLibrary:
     """In place of the library, for the rest of a test."""
     fake = FakeLibrary(size)
-    monkeypatch.setattr(flashinfer_workspace, "load_library", lambda: fake)
-    monkeypatch.setattr(flashinfer_workspace, "_map_memory", fake.map_memory)
+    monkeypatch.setattr(flashinfer_dispatcher, "load_library", lambda: fake)
+    monkeypatch.setattr(flashinfer_dispatcher, "_map_memory", fake.map_memory)
     monkeypatch.setattr(eprt.dispatch, "library_triton", library_kernels, raising=False)
     spec = replace(DISPATCHERS["flashinfer"], devices=("cpu",), requirement=None)
     monkeypatch.setattr(FlashInferDispatcher, "spec", spec, raising=False)

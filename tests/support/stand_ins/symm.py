@@ -41,6 +41,7 @@ class Launcher:
     """In place of `symm.launch.Launcher`."""
 
     host: Host
+    row_counts = (1,)
 
     def __init__(
         self, memory: SymmetricMemory, num_experts: int, num_local_experts: int, moe_tp_size: int, timeout_s: float
@@ -48,12 +49,6 @@ class Launcher:
         assert moe_tp_size == 1
         self.memory = memory
         self.num_experts, self.num_local_experts = num_experts, num_local_experts
-
-    def row_counts(self, capacity: int) -> list[int]:
-        return [1]
-
-    def compile(self, R: int) -> None:
-        pass
 
     def dispatch(self, index, hidden, topk, R, global_scale=None):
         own, T, format = self.memory, hidden.shape[0], self.memory.geometry.payload

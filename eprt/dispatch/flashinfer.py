@@ -1,4 +1,7 @@
-"""The memory under FlashInfer's one-sided all-to-all: one allocation for a World and a geometry, mapped by every rank.
+"""Dispatch and combine with FlashInfer's one-sided all-to-all over NVLink.
+
+The dispatch kernel puts each token once into the memory of every rank that holds one of its experts, behind the rows
+its source sent before; the combine kernel pulls the rows that the executors wrote and sums them in float32.
 
 FlashInfer's classes (`MoeAlltoAll`, and `moe_ep.NVLinkOneSidedAlltoAll` on top of it) keep workspaces in a
 process-wide cache keyed by size, so that two Worlds or layers of equal size share one and its flags; they never free
@@ -11,15 +14,19 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
-from eprt.dispatch.shared_memory import InFlightBuffers, unmapped
+from eprt.dispatch.call import Handle
+from eprt.dispatch.shared_memory import BufferCall, Geometry, InFlightBuffers, SharedMemoryDispatcher, unmapped
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
+from eprt.tokens import PAYLOADS, FlatTokens, Payload, TopK, as_bytes
 from eprt.world.lifecycle import RankMemory
 from eprt.world.wire import gather_values
 
@@ -36,16 +43,9 @@ RECV_COUNTERS_OFFSET_INDEX = 3
 
 
 @dataclass(frozen=True)
-class FlashInferGeometry:
-    """All that is baked into the memory: the key under which a World keeps it.
+class FlashInferGeometry(Geometry):
+    """`dispatch_bytes` and `combine_bytes` are what one token brings and what comes back for it."""
 
-    Attributes:
-        num_ranks, tokens_per_rank: W, and the capacity (largest R).
-        dispatch_bytes, combine_bytes: what one token brings and what comes back for it.
-    """
-
-    num_ranks: int
-    tokens_per_rank: int
     dispatch_bytes: int
     combine_bytes: int
 
@@ -71,7 +71,6 @@ class FlashInferGeometry:
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the bytes that a rank pays for each unit of capacity, alignment aside."""
         tables = 2 * 4 * ROUTING_TABLE_WIDTH
         return NUM_BUFFERS * (tables + self.num_ranks * (self.dispatch_bytes + self.combine_bytes))
 
@@ -93,49 +92,31 @@ class Views:
 
 
 class Workspace(RankMemory):
-    """One rank's view of the memory: `NUM_BUFFERS` independent workspaces of the library.
-
-    Args:
-        owner: the library's allocation, kept alive.
-        parts: of each buffer, uint8 [W, buffer_bytes]: every rank's copy as mapped here.
-        metainfo: of each buffer, the library's offsets.
+    """One rank's view of the memory: `NUM_BUFFERS` independent workspaces of the library. Making it is collective.
 
     Attributes:
         in_flight: which buffer is free.
         alive: [W], who takes part.
+
+    Raises:
+        ConfigError: this rank's GPU can't map its peers' memory.
     """
 
-    def __init__(
-        self,
-        geometry: FlashInferGeometry,
-        rank: int,
-        owner: object,
-        parts: list[torch.Tensor],
-        metainfo: list[torch.Tensor],
-    ) -> None:
-        self.geometry = geometry
-        self.in_flight = InFlightBuffers(NUM_BUFFERS, "flashinfer", parts[0].device)
-        self._rank = rank
-        self._owner = owner
-        self._parts, self._metainfo = parts, metainfo
-        self._views: dict[int, Views] = {}
-        self._library = load_library()
-        self._keeps_views = "recv_view_cache" in inspect.signature(self._library.moe_a2a_dispatch).parameters  # 0.7
-        self.alive = (True,) * geometry.num_ranks
-        self._mask = self._active_ranks()
-
-    @classmethod
-    def allocate(cls, world: World, geometry: FlashInferGeometry) -> Workspace:
-        """Makes the memory and maps the peers'. Collective. Raises ConfigError if a rank's GPU can't."""
-        library = load_library()
-        library.get_moe_alltoall_module()  # may compile for minutes: before any rank waits inside a kernel
+    def __init__(self, world: World, geometry: FlashInferGeometry) -> None:
+        self.geometry, self._rank, self._library = geometry, world.rank, load_library()
+        self._library.get_moe_alltoall_module()  # may compile for minutes: before any rank waits inside a kernel
         world.barrier()
-        owner, memory = _map_memory(world, geometry.num_bytes)
-        parts = list(memory.split(geometry.buffer_bytes, dim=1))
+        self._owner, memory = _map_memory(world, geometry.num_bytes)  # the library's allocation, kept alive
         W, R = geometry.num_ranks, geometry.tokens_per_rank
-        metainfo = [library.moe_a2a_initialize(part, world.rank, W, R) for part in parts]
+        # Of each buffer uint8 [W, buffer_bytes], every rank's copy as mapped here, and the library's offsets.
+        self._parts = list(memory.split(geometry.buffer_bytes, dim=1))
+        self._metainfo = [self._library.moe_a2a_initialize(part, world.rank, W, R) for part in self._parts]
         world.barrier()  # nobody raises a flag in memory that a peer is still going to clear
-        return cls(geometry, world.rank, owner, parts, metainfo)
+        self.in_flight = InFlightBuffers(NUM_BUFFERS, "flashinfer", memory.device)
+        self._views: dict[int, Views] = {}
+        self._keeps_views = "recv_view_cache" in inspect.signature(self._library.moe_a2a_dispatch).parameters  # 0.7
+        self.alive = (True,) * W
+        self._mask = self._active_ranks()
 
     def close(self) -> None:
         """Waits for this rank's kernels and drops the memory. Peers that still read keep their own mapping of it."""
@@ -216,6 +197,98 @@ class Workspace(RankMemory):
 
     def _own(self, index: int, start: int, size: int) -> torch.Tensor:
         return self._parts[index][self._rank, start : start + size]
+
+
+class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]):
+    """Emits W * R flat rows, rank by rank; top-k entries of absent tokens and of other ranks' experts hold E.
+
+    Ids and weights have the next instantiated top-k as their width; added entries hold E. Two calls may be open,
+    over all dispatchers of equal geometry (world size, capacity, bytes of a token): they share their memory. Under CUDA
+    graphs R and T are static; a row whose ids are all E travels nowhere. The kernels wait up to 300 s for a peer
+    (`check_timeout`), then trap; the World's guard reports the peer before that. The rank mask is an argument of the
+    kernels, so that CUDA graphs keep the one of their capture.
+
+    Raises:
+        ConfigError: what the plan would refuse (ranks, top-k, payload, package); a FlashInfer without an FP8 combine
+            if that is asked for.
+    """
+
+    memory_name = "the FlashInfer workspace"
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._top_k = self.spec.padded_top_k(self.config.top_k)
+        self._fp8_combine = self.runtime.combine_payload == "fp8"
+        if self._fp8_combine:
+            require_fp8_combine()
+
+    def _make_geometry(self) -> FlashInferGeometry:
+        facts, H = PAYLOADS[self.runtime.payload or "bf16"], self.config.hidden_size
+        routing = 8 * self.spec.padded_top_k(self.config.top_k)
+        return FlashInferGeometry(
+            num_ranks=self.world.size,
+            tokens_per_rank=self.runtime.max_tokens_per_rank,
+            dispatch_bytes=routing + facts.data_bytes(H) + facts.scale_bytes(H),
+            combine_bytes=2 * H,  # for FP8, too: the library asks for room for what it casts
+        )
+
+    def output_buffer(self, handle: Handle) -> torch.Tensor | None:
+        """Returns [W * R, H] bf16 of the workspace: what is written here, combine doesn't copy."""
+        call = handle.state
+        if self._memory is None or not isinstance(call, BufferCall):
+            return None
+        return self._memory.views(call.index, handle.tokens_per_rank).output
+
+    def _dispatch(self, hidden: Payload, topk: TopK, handle: Handle) -> FlatTokens:
+        self.world.raise_if_lost()
+        memory, E, extra = self._ensure_memory(), self.config.num_experts, self._top_k - self.config.top_k
+        ids, weights = topk.ids.contiguous(), topk.weights.contiguous()
+        if extra:
+            ids, weights = pad(ids, (0, extra), value=E), pad(weights, (0, extra))
+        sent = {"data": as_bytes(hidden.data.contiguous()), "ids": ids, "weights": weights}
+        if hidden.scale is not None:
+            sent["scale"] = as_bytes(hidden.scale.contiguous())
+        # A receive region starts right behind the one before: the wider a row's own alignment, the earlier it comes,
+        # so that each may be moved in its widest words.
+        order = sorted(sent, key=lambda name: -math.gcd(16, sent[name].shape[1] * sent[name].element_size()))
+        index = memory.in_flight.acquire()
+        handle.state = BufferCall(index)
+        received = memory.dispatch(index, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
+        found = dict(zip(order, received, strict=True))
+        from eprt.dispatch import library_triton
+
+        counts, shard = memory.views(index, handle.tokens_per_rank).counts, self.shard
+        experts = shard.first_expert, shard.end_expert, E
+        library_triton.mask_foreign_ids(found["ids"], counts, *experts, pdl=True)
+        rows = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
+        scale = None if hidden.scale is None else rows["scale"].view(hidden.scale.dtype)
+        payload = Payload(rows["data"].view(hidden.data.dtype), hidden.format, scale, hidden.global_scale)
+        return FlatTokens(payload, rows["ids"], rows["weights"], E)
+
+    def _combine(self, expert_output: torch.Tensor, handle: Handle) -> torch.Tensor:
+        self.world.raise_if_lost()
+        out = expert_output.new_empty((handle.num_tokens, self.config.hidden_size), dtype=handle.dtype)
+        self._finish(expert_output.to(torch.bfloat16).contiguous(), handle, out)
+        return out
+
+    def _send_nan(self, handle: Handle) -> None:
+        memory, index = self._ensure_memory(), handle.kept(BufferCall).index
+        rows = memory.views(index, handle.tokens_per_rank).output.fill_(torch.nan)
+        self._finish(rows, handle, rows[:0].clone())
+
+    def _finish(self, rows: torch.Tensor, handle: Handle, out: torch.Tensor) -> None:
+        memory, index = self._ensure_memory(), handle.kept(BufferCall).index
+        memory.combine(index, rows, handle.tokens_per_rank, self._top_k, out, self._fp8_combine)
+        memory.in_flight.release(index)
+
+    def _allocate(self) -> Workspace:
+        return Workspace(self.world, self._geometry)
+
+    def _free(self, memory: Workspace) -> None:
+        if self.world.broken:
+            memory.abandon()
+        else:
+            memory.close()
 
 
 class ControlPlane:
