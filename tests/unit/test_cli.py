@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,9 @@ def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen([*EPRT, *words], **pipes, env=environment())
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
-        ranks = [pid for pid in descendants(process.pid) if os.getsid(pid) == pid]
+        ranks: list[int] = []
+        with suppress(ProcessLookupError):  # one of them has just ended
+            ranks = [pid for pid in descendants(process.pid) if os.getsid(pid) == pid]
         if len(ranks) == 2:
             time.sleep(1.0)  # into the steps
             return process, ranks
