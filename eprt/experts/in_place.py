@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from eprt.config import MoEConfig, Routing, RuntimeConfig
-from eprt.errors import ConfigError, UnsupportedError
+from eprt.errors import ConfigError
 from eprt.placement import ExpertShard
 from eprt.rounding import ceil_div
 from eprt.weights import ExpertWeights
@@ -128,10 +128,3 @@ def _require_alike(held: Mapping[str, Any], made: Mapping[str, Any]) -> None:
 def _bytes(stack: torch.Tensor) -> torch.Tensor:
     """[L, ...] as [L, bytes]: index_copy_ has no kernels for 8-bit floats."""
     return stack.view(torch.uint8).view(len(stack), -1) if stack.dim() > 1 else stack.view(-1, 1).view(torch.uint8)
-
-
-def unsupported_slots(name: str) -> UnsupportedError:
-    """For an executor that can only load all of its experts at once."""
-    return UnsupportedError(
-        f"{name} lays out its experts together, so single ones can't be loaded: load all of this rank's at once"
-    )
