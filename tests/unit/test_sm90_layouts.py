@@ -52,10 +52,10 @@ def test_cutlass_down_bias_is_added_once():
 
 
 def test_swiglu_parameters_are_all_or_none():
-    assert swiglu_parameters(Activation()) is None
-    assert swiglu_parameters(cases.GPT_OSS) == (1.702, 1.0, 7.0)
-    assert swiglu_parameters(cases.DEEPSEEK_V4) == (1.0, 0.0, 10.0)
-    alpha, beta, limit = swiglu_parameters(Activation(alpha=1.702))
+    assert swiglu_parameters(Activation()) == {}
+    assert swiglu_parameters(cases.GPT_OSS) == {"swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0}
+    assert swiglu_parameters(cases.DEEPSEEK_V4) == {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": 10.0}
+    alpha, beta, limit = swiglu_parameters(Activation(alpha=1.702)).values()
     assert (alpha, beta) == (1.702, 0.0)
     assert limit > 1e38
 
