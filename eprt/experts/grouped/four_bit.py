@@ -205,11 +205,6 @@ def table_on(device: torch.device, make: Callable[[], list[list[int]]]) -> torch
     return torch.tensor([[word - (1 << 64) if word >> 63 else word for word in row] for row in make()], device=device)
 
 
-def forget_tables() -> None:
-    """Lets the tables be made again: an engine may have taken the memory that they lay in."""
-    table_on.cache_clear()
-
-
 def padded(values: torch.Tensor, wide: int) -> torch.Tensor:
     """With zeros to whole units, of which one is `wide` columns."""
     rows, cols = values.shape

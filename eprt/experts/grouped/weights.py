@@ -21,7 +21,7 @@ from eprt.experts.grouped.four_bit import (
     pack_nvfp4,
     room,
 )
-from eprt.experts.grouped.mxfp4_e4m3 import e4m3_factor, pack_mxfp4_e4m3, padded_columns
+from eprt.experts.grouped.mxfp4_e4m3 import COLUMNS, e4m3_factor, pack_mxfp4_e4m3
 from eprt.experts.padding import interleave_halves, pad_parts, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
@@ -73,7 +73,7 @@ class GroupedMatrix:
             return found
 
         unit_scales = _unit_scales(matrix)
-        cols = padded_columns(cols) if e4m3 else cols
+        cols = round_up(cols, COLUMNS) if e4m3 else cols
         units = room(parts * padded, cols) if unit_scales else 0
         tensors = stack_experts(L, prepare, {"data": units * UNIT_WORDS, "scale": units * unit_scales})
         scale, factor, bias = (tensors.get(name) for name in ("scale", "factor", "bias"))
