@@ -63,7 +63,7 @@ def stack_experts(
     Args:
         count: L.
         prepare: expert index -> named tensors with leading dimension 1, of the same shapes for every expert.
-        spare: how many zeros lie in memory after a stack, for kernels that read past its end. None: no zeros.
+        spare: how many rows (last dimensions) of zeros lie after a stack, for kernels that read past its end.
 
     Returns:
         The same names with leading dimension L. L = 1 copies too: the result never aliases the checkpoint.
@@ -73,7 +73,7 @@ def stack_experts(
         for name, piece in prepare(index).items():
             if index == 0:
                 size = count * piece.numel()
-                memory = piece.new_empty(size + (spare or {}).get(name, 0))
+                memory = piece.new_empty(size + (spare or {}).get(name, 0) * piece.shape[-1])
                 memory[size:] = 0
                 stacks[name] = memory[:size].view(count, *piece.shape[1:])
             stacks[name][index : index + 1].copy_(piece)

@@ -82,9 +82,9 @@ def test_stacking_prepares_one_expert_at_a_time():
 
 
 def test_zeros_lie_after_a_stack_where_kernels_read_past_it():
-    stack = stack_experts(2, lambda _: {"a": torch.ones(1, 3)}, {"a": 4, "b": 9})["a"]
+    stack = stack_experts(2, lambda _: {"a": torch.ones(1, 3)}, {"a": 2, "b": 9})["a"]
     assert stack.is_contiguous()
-    assert stack.as_strided((10,), (1,)).tolist() == [1] * 6 + [0] * 4
+    assert stack.as_strided((12,), (1,)).tolist() == [1] * 6 + [0] * 6
 
 
 @pytest.mark.parametrize(("row", "col"), [(0, 0), (9, 1), (37, 26), (63, 63), (64, 130)])
@@ -156,7 +156,6 @@ def test_int4_scales_lie_with_their_threads(group, words, zeros):
     scales[row, last], points[row, last] = 0.75 if last else 4.0, 9
     found = four_bit.pack_int4(codes, scales, points if zeros else None)[1].long() & 0xFFFFFFFF
     assert found.shape == (6, words * (1 + zeros))
-    assert found.shape[1] == four_bit.int4_unit_scales(192, 192 // group, zeros=zeros)
     assert four_bit.int4_factor(scales)[76:78].tolist() == ([128.0, 128.0] if last else [192.0, 512.0])
     usual, changed = (0x7EC0, 0x7E40) if last else (0x7E80, 0x7E80)
     found = found.view(2, 3, 4, 8, -1, 1 + zeros)  # unit, unit, w, g, scale of the row, kind
