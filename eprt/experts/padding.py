@@ -49,12 +49,6 @@ def interleave_halves(matrix: torch.Tensor, group: int) -> torch.Tensor:
     return matrix.view(L, 2, total // (2 * group), group, width).transpose(1, 2).reshape(L, total, width)
 
 
-def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: int) -> torch.Tensor:
-    """Repeats one FP8 scale per part to one per block: [n, parts] -> [n, parts * blocks_per_part, col_blocks]."""
-    rows = scale.repeat_interleave(blocks_per_part, dim=1)
-    return rows[:, :, None].expand(*rows.shape, col_blocks).contiguous()
-
-
 def stack_experts(
     count: int, prepare: Callable[[int], dict[str, torch.Tensor]], spare: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:

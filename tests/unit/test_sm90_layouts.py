@@ -14,8 +14,9 @@ from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
 from eprt.experts.grouped import four_bit
 from eprt.experts.humming.gemm import GemmShape, expert_tensors, row_bucket
-from eprt.experts.padding import pad_parts, spread_tensor_scale, stack_experts
+from eprt.experts.padding import pad_parts, stack_experts
 from eprt.experts.permute import group_by_expert, group_rows, weighted_unpermute
+from eprt.weights import Fp8Tensor
 
 
 def marked(*shape, dtype=torch.float32):
@@ -37,8 +38,10 @@ def test_padding_keeps_the_halves_apart():
 
 
 def test_scales_spread_part_by_part():
-    scale = torch.tensor([[2.0, 3.0]])
-    assert spread_tensor_scale(scale, 2, 3).tolist() == [[[2] * 3] * 2 + [[3] * 3] * 2]
+    """200 rows of each part are two blocks, 300 columns three."""
+    matrix = Fp8Tensor(torch.zeros(1, 400, 300, dtype=torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]))
+    scale = expert_tensors(matrix, None, GemmShape(2, 200, 300, "cols"), False)["weight_scale"]
+    assert scale.tolist() == [[[2] * 3] * 2 + [[3] * 3] * 2]
 
 
 def test_cutlass_down_bias_is_added_once():

@@ -16,7 +16,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
-from eprt.experts.padding import TILE, pad_parts, spread_tensor_scale, stack_experts
+from eprt.experts.padding import TILE, pad_parts, stack_experts
 from eprt.rounding import round_up
 from eprt.support import stream_number
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
@@ -115,9 +115,11 @@ def _fp4_tensors(matrix: Mxfp4 | Nvfp4, block: int, shape: GemmShape) -> dict[st
 
 def _fp8_tensors(matrix: Fp8Block | Fp8Tensor, shape: GemmShape) -> dict[str, torch.Tensor]:
     rows, cols = shape.padded
-    grid = rows // FP8_BLOCK, cols // FP8_BLOCK
-    per_block = isinstance(matrix, Fp8Block)
-    scale = pad_parts(matrix.scale, shape.parts, *grid) if per_block else spread_tensor_scale(matrix.scale, *grid)
+    high, wide = rows // FP8_BLOCK, cols // FP8_BLOCK
+    if isinstance(matrix, Fp8Block):
+        scale = pad_parts(matrix.scale, shape.parts, high, wide)
+    else:
+        scale = matrix.scale.repeat_interleave(high, 1)[:, :, None].expand(-1, -1, wide).contiguous()
     return {"weight": pad_parts(matrix.data, shape.parts, rows, cols).view(torch.int32), "weight_scale": scale}
 
 
