@@ -111,7 +111,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             formats=_BOTH,
             weights=("nvfp4",),
             payloads=("bf16", "nvfp4"),
-            rule=rules.cutedsl_nvfp4,
+            rule=rules.trtllm_routing,
             preference=6,
         ),
         _sm100(

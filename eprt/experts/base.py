@@ -18,7 +18,7 @@ import torch
 from eprt import expert_major
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat, WeightFormat
 from eprt.errors import ConfigError, InputError, UnsupportedError
-from eprt.experts.in_place import unsupported_slots, write_slots, write_whole
+from eprt.experts.in_place import write_slots, write_whole
 from eprt.placement import ExpertShard
 from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
@@ -26,7 +26,6 @@ from eprt.weights import ExpertWeights
 
 # (config, device, payload) -> why not, or ""
 Rule = Callable[[MoEConfig, Device, PayloadFormat], str]
-LogitsRule = Callable[[MoEConfig], bool]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class ExecutorSpec:
     invariant: tuple[str, ...] = ()
     requirement: Requirement | None = None
     rule: Rule | None = None
-    takes_logits: LogitsRule | None = None
+    takes_logits: Callable[[MoEConfig], bool] | None = None
     preference: int = 0
     witness: bool = False
 
@@ -270,7 +269,10 @@ class PreparedExecutor(Executor):
             self.slot_tensors()
         except UnsupportedError:
             if single:
-                raise unsupported_slots(self.spec.name) from None
+                raise UnsupportedError(
+                    f"{self.spec.name} lays out its experts together, so single ones can't be loaded: load all of this "
+                    "rank's at once"
+                ) from None
             write_whole(self, weights)
         else:
             write_slots(self, weights, chosen)

@@ -71,12 +71,12 @@ def _interleaved(tiles: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.T
     return done
 
 
-def swiglu_parameters(activation: Activation) -> tuple[float, float, float] | None:
-    """Returns (alpha, beta, limit) for the kernel, or None for plain SiLU gating."""
+def swiglu_parameters(activation: Activation) -> dict[str, float]:
+    """Returns the kernel's keywords alpha, beta and limit; none for plain SiLU gating."""
     if activation.plain:
-        return None
-    no_limit = torch.finfo(torch.float32).max
-    return activation.alpha, activation.beta, no_limit if activation.limit is None else activation.limit
+        return {}
+    limit = torch.finfo(torch.float32).max if activation.limit is None else activation.limit
+    return {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta, "swiglu_limit": limit}
 
 
 class CutlassMxfp4Executor(PreparedExecutor):
@@ -115,11 +115,10 @@ class CutlassMxfp4Executor(PreparedExecutor):
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         hidden = self._padded(tokens)
-        whole = self._hidden == self.config.hidden_size and out.dtype == torch.bfloat16
-        direct = out if whole and out.is_contiguous() else None
-        result = hidden.new_empty(hidden.shape) if direct is None else direct
+        direct = out.shape == hidden.shape and out.dtype == hidden.dtype and out.is_contiguous()
+        result = out if direct else torch.empty_like(hidden)
         self._run(hidden, tokens.ids, tokens.weights, result)
-        if direct is None:
+        if not direct:
             out.copy_(result[:, : out.shape[1]])
 
     def _padded(self, tokens: FlatTokens) -> torch.Tensor:
@@ -147,6 +146,8 @@ class CutlassMxfp4Executor(PreparedExecutor):
         from flashinfer.fused_moe import cutlass_fused_moe
         from flashinfer.tllm_enums import ActivationType
 
+        L, device = self.shard.num_local_experts, self.device
+        swiglu = swiglu_parameters(self.config.activation)
         return partial(
             cutlass_fused_moe,
             fc1_expert_weights=self._stacks["gate_up"],
@@ -156,7 +157,7 @@ class CutlassMxfp4Executor(PreparedExecutor):
             fc1_expert_biases=self._stacks.get("gate_up_bias"),
             fc2_expert_biases=self._stacks.get("down_bias"),
             activation_type=ActivationType.Swiglu,
-            **self._swiglu(),
+            **{n: torch.full((L,), v, dtype=torch.float32, device=device) for n, v in swiglu.items()},
             **self._variant(),
         )
 
@@ -168,18 +169,6 @@ class CutlassMxfp4Executor(PreparedExecutor):
             return scales
         reserved = torch.ones((), dtype=torch.float32, device=self.device)
         return [scales[0], stacks["gate_up_residual"], reserved, scales[1], stacks["down_residual"]]
-
-    def _swiglu(self) -> dict[str, torch.Tensor]:
-        """Returns alpha, beta and limit, float32 [L] each, or nothing for plain SiLU gating."""
-        values = swiglu_parameters(self.config.activation)
-        if values is None:
-            return {}
-        L = self.shard.num_local_experts
-        names = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
-        return {
-            name: torch.full((L,), value, dtype=torch.float32, device=self.device)
-            for name, value in zip(names, values, strict=True)
-        }
 
     def _variant(self) -> dict[str, Any]:
         """Returns the keywords that the call and the size of its workspace have in common."""
@@ -197,23 +186,20 @@ class CutlassMxfp4Executor(PreparedExecutor):
         rows = 1 << (num_rows - 1).bit_length()
         found = self._workspace_bytes.get((rows, top_k))
         if found is None:
-            found = self._workspace_bytes[rows, top_k] = self._workspace_size(rows, top_k)
+            from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
+
+            found = self._workspace_bytes[rows, top_k] = cutlass_fused_moe_workspace_size(
+                rows,
+                self._hidden,
+                2 * self._stacks["down"].shape[2],
+                self.config.num_experts,
+                top_k,
+                x_dtype=torch.bfloat16,
+                weight_dtype=torch.uint8,
+                device=self.device,
+                **self._variant(),
+            )
         return torch.empty(found, dtype=torch.uint8, device=self.device)
-
-    def _workspace_size(self, rows: int, top_k: int) -> int:
-        from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
-
-        return cutlass_fused_moe_workspace_size(
-            rows,
-            self._hidden,
-            2 * self._stacks["down"].shape[2],
-            self.config.num_experts,
-            top_k,
-            x_dtype=torch.bfloat16,
-            weight_dtype=torch.uint8,
-            device=self.device,
-            **self._variant(),
-        )
 
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Lets FlashInfer time its tactics for its ladder of batch sizes up to `max_rows`; it takes about a minute."""

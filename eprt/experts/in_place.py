@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from eprt.config import MoEConfig, Routing, RuntimeConfig
-from eprt.errors import ConfigError, UnsupportedError
+from eprt.errors import ConfigError
 from eprt.placement import ExpertShard
 from eprt.rounding import ceil_div
 from eprt.weights import ExpertWeights
@@ -42,12 +42,15 @@ def write_slots(executor: Prepared, weights: ExpertWeights, slots: Sequence[int]
     Raises:
         ConfigError: values that need another layout than the executor's; nothing is written then.
     """
-    held = executor.slot_tensors()
-    step = ceil_div(executor.shard.num_local_experts, PIECES)
+    held, config, whole = executor.slot_tensors(), executor.config, executor.shard
+    step = ceil_div(whole.num_local_experts, PIECES)
     for start in range(0, len(slots), step):
         some = slots[start : start + step]
-        piece = _twin(executor, weights.map(lambda tensor: tensor[start : start + len(some)]), len(some))  # noqa: B023
-        made = piece.slot_tensors()
+        count = len(some)
+        few = replace(config, num_experts=count, top_k=min(config.top_k, count), routing=Routing())
+        shard = ExpertShard(count, 0, count, whole.moe_tp_rank, whole.moe_tp_size)
+        own = weights.map(lambda tensor: tensor[start : start + count])  # noqa: B023
+        made = _like(executor, few, shard, own).slot_tensors()
         _require_alike({n: t[0] for n, t in held.items()}, {n: t[0] for n, t in made.items()})
         target = torch.tensor(some, device=executor.device)
         for name, tensor in made.items():
@@ -92,14 +95,8 @@ def _leaves(value: Any, path: str, seen: set[int], packages: tuple[str, ...]) ->
         yield from _leaves(part, f"{path}.{name}", seen, packages)
 
 
-def _twin(executor: Prepared, weights: ExpertWeights, count: int) -> Prepared:
-    """Returns an executor of the same kind and layout with these experts alone."""
-    whole, config = executor.shard, executor.config
-    few = replace(config, num_experts=count, top_k=min(config.top_k, count), routing=Routing())
-    return _like(executor, few, ExpertShard(count, 0, count, whole.moe_tp_rank, whole.moe_tp_size), weights)
-
-
 def _like(executor: Prepared, config: MoEConfig, shard: ExpertShard, weights: ExpertWeights) -> Prepared:
+    """Returns an executor of the same kind and layout with these experts."""
     made: Any = object.__new__(type(executor))
     made.pattern = executor
     made.__init__(config, shard, weights, executor.device, executor.runtime, executor.require_cold)
@@ -128,10 +125,3 @@ def _require_alike(held: Mapping[str, Any], made: Mapping[str, Any]) -> None:
 def _bytes(stack: torch.Tensor) -> torch.Tensor:
     """[L, ...] as [L, bytes]: index_copy_ has no kernels for 8-bit floats."""
     return stack.view(torch.uint8).view(len(stack), -1) if stack.dim() > 1 else stack.view(-1, 1).view(torch.uint8)
-
-
-def unsupported_slots(name: str) -> UnsupportedError:
-    """For an executor that can only load all of its experts at once."""
-    return UnsupportedError(
-        f"{name} lays out its experts together, so single ones can't be loaded: load all of this rank's at once"
-    )

@@ -49,12 +49,6 @@ def interleave_halves(matrix: torch.Tensor, group: int) -> torch.Tensor:
     return matrix.view(L, 2, total // (2 * group), group, width).transpose(1, 2).reshape(L, total, width)
 
 
-def spread_tensor_scale(scale: torch.Tensor, blocks_per_part: int, col_blocks: int) -> torch.Tensor:
-    """Repeats one FP8 scale per part to one per block: [n, parts] -> [n, parts * blocks_per_part, col_blocks]."""
-    rows = scale.repeat_interleave(blocks_per_part, dim=1)
-    return rows[:, :, None].expand(*rows.shape, col_blocks).contiguous()
-
-
 def stack_experts(
     count: int, prepare: Callable[[int], dict[str, torch.Tensor]], spare: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
@@ -63,7 +57,7 @@ def stack_experts(
     Args:
         count: L.
         prepare: expert index -> named tensors with leading dimension 1, of the same shapes for every expert.
-        spare: how many zeros lie in memory after a stack, for kernels that read past its end. None: no zeros.
+        spare: how many rows (last dimensions) of zeros lie after a stack, for kernels that read past its end.
 
     Returns:
         The same names with leading dimension L. L = 1 copies too: the result never aliases the checkpoint.
@@ -73,7 +67,7 @@ def stack_experts(
         for name, piece in prepare(index).items():
             if index == 0:
                 size = count * piece.numel()
-                memory = piece.new_empty(size + (spare or {}).get(name, 0))
+                memory = piece.new_empty(size + (spare or {}).get(name, 0) * piece.shape[-1])
                 memory[size:] = 0
                 stacks[name] = memory[:size].view(count, *piece.shape[1:])
             stacks[name][index : index + 1].copy_(piece)

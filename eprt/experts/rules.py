@@ -25,9 +25,13 @@ def triton_grouped(config: MoEConfig, device: Device, payload: PayloadFormat) ->
     return ""
 
 
-def cutedsl_nvfp4(config: MoEConfig, device: Device, payload: PayloadFormat) -> str:
-    """The contiguous kernels sort tokens with TRTLLM-Gen's routing kernels."""
-    return _routing_limits(config)
+def trtllm_routing(config: MoEConfig, device: Device, payload: PayloadFormat) -> str:
+    """TRTLLM-Gen's routing kernels, with which CuteDSL's contiguous kernels sort tokens, too."""
+    if config.top_k > TRTLLM_MAX_TOP_K:
+        return f"top-k at most {TRTLLM_MAX_TOP_K}, the model has {config.top_k}"
+    if config.num_experts > TRTLLM_MAX_EXPERTS:
+        return f"at most {TRTLLM_MAX_EXPERTS} experts, the model has {config.num_experts}"
+    return ""
 
 
 def trtllm_gen(config: MoEConfig, device: Device, payload: PayloadFormat) -> str:
@@ -41,7 +45,7 @@ def trtllm_gen(config: MoEConfig, device: Device, payload: PayloadFormat) -> str
         return "the per-tensor FP8 kernels compute plain SiLU-gated or ReLU^2 experts only, not alpha/beta/limit"
     if weights in ("fp8_block", "mxfp8") and (config.num_experts % 4 or config.num_experts <= config.top_k):
         return f"num_experts {config.num_experts} must be a multiple of 4 and more than top_k ({config.top_k})"
-    return _routing_limits(config)
+    return trtllm_routing(config, device, payload)
 
 
 def trtllm_logits(config: MoEConfig) -> bool:
@@ -54,11 +58,3 @@ def trtllm_logits(config: MoEConfig) -> bool:
     groups, kept = routing.num_groups, routing.topk_groups
     grouped = groups == 1 or (groups <= 8 and kept <= 4 and E // groups <= 32 and E % 4 == 0)
     return grouped and E <= 512 and (8 if E <= 384 else 22) >= K and kept * E // groups > K
-
-
-def _routing_limits(config: MoEConfig) -> str:
-    if config.top_k > TRTLLM_MAX_TOP_K:
-        return f"top-k at most {TRTLLM_MAX_TOP_K}, the model has {config.top_k}"
-    if config.num_experts > TRTLLM_MAX_EXPERTS:
-        return f"at most {TRTLLM_MAX_EXPERTS} experts, the model has {config.num_experts}"
-    return ""

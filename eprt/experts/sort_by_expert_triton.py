@@ -241,18 +241,6 @@ def _schedule_expert_major(
     _write_entries(entries_ptr, num_entries_ptr, expert, expert * M, rows, BLOCK_M, TAIL, HIGH_FIRST)
 
 
-def sort_by_expert(ids: torch.Tensor, first: int, L: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorts top-k entries by local expert, stably; those of non-local experts are left out.
-
-    Args:
-        ids: [N, K] int32, global.
-
-    Returns:
-        offsets [L + 1] int64, and place [N, K] int32: an entry's sorted row, -1 where its expert isn't local.
-    """
-    return _place(ids, first, L, None, None)
-
-
 def sort_and_schedule(
     ids: torch.Tensor, first: int, L: int, tiles: RowTiles
 ) -> tuple[torch.Tensor, torch.Tensor, TileSchedule]:
@@ -264,13 +252,22 @@ def sort_and_schedule(
     num_ids = ids.numel()
     source = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
     work = TileSchedule.empty(min(L, num_ids) + num_ids // tiles.m, tiles, ids.device)
-    _, place = _place(ids, first, L, source, work)
+    _, place = sort_by_expert(ids, first, L, source, work)
     return place, source, work
 
 
-def _place(
-    ids: torch.Tensor, first: int, L: int, source: torch.Tensor | None, work: TileSchedule | None
+def sort_by_expert(
+    ids: torch.Tensor, first: int, L: int, source: torch.Tensor | None = None, work: TileSchedule | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorts top-k entries by local expert, stably; those of non-local experts are left out.
+
+    Args:
+        ids: [N, K] int32, global.
+        source, work: of `sort_and_schedule`, to be written too.
+
+    Returns:
+        offsets [L + 1] int64, and place [N, K] int32: an entry's sorted row, -1 where its expert isn't local.
+    """
     offsets = torch.empty(L + 1, dtype=torch.int64, device=ids.device)
     place = torch.empty_like(ids, memory_format=torch.contiguous_format)
     (N, K), ids = ids.shape, ids.contiguous()

@@ -14,8 +14,9 @@ from eprt.errors import ConfigError
 from eprt.experts.cutlass_mxfp4 import swiglu_parameters, tile_expert
 from eprt.experts.grouped import four_bit
 from eprt.experts.humming.gemm import GemmShape, expert_tensors, row_bucket
-from eprt.experts.padding import pad_parts, spread_tensor_scale, stack_experts
+from eprt.experts.padding import pad_parts, stack_experts
 from eprt.experts.permute import group_by_expert, group_rows, weighted_unpermute
+from eprt.weights import Fp8Tensor
 
 
 def marked(*shape, dtype=torch.float32):
@@ -37,8 +38,10 @@ def test_padding_keeps_the_halves_apart():
 
 
 def test_scales_spread_part_by_part():
-    scale = torch.tensor([[2.0, 3.0]])
-    assert spread_tensor_scale(scale, 2, 3).tolist() == [[[2] * 3] * 2 + [[3] * 3] * 2]
+    """200 rows of each part are two blocks, 300 columns three."""
+    matrix = Fp8Tensor(torch.zeros(1, 400, 300, dtype=torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]))
+    scale = expert_tensors(matrix, None, GemmShape(2, 200, 300, "cols"), False)["weight_scale"]
+    assert scale.tolist() == [[[2] * 3] * 2 + [[3] * 3] * 2]
 
 
 def test_cutlass_down_bias_is_added_once():
@@ -52,10 +55,10 @@ def test_cutlass_down_bias_is_added_once():
 
 
 def test_swiglu_parameters_are_all_or_none():
-    assert swiglu_parameters(Activation()) is None
-    assert swiglu_parameters(cases.GPT_OSS) == (1.702, 1.0, 7.0)
-    assert swiglu_parameters(cases.DEEPSEEK_V4) == (1.0, 0.0, 10.0)
-    alpha, beta, limit = swiglu_parameters(Activation(alpha=1.702))
+    assert swiglu_parameters(Activation()) == {}
+    assert swiglu_parameters(cases.GPT_OSS) == {"swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0}
+    assert swiglu_parameters(cases.DEEPSEEK_V4) == {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": 10.0}
+    alpha, beta, limit = swiglu_parameters(Activation(alpha=1.702)).values()
     assert (alpha, beta) == (1.702, 0.0)
     assert limit > 1e38
 
@@ -82,9 +85,9 @@ def test_stacking_prepares_one_expert_at_a_time():
 
 
 def test_zeros_lie_after_a_stack_where_kernels_read_past_it():
-    stack = stack_experts(2, lambda _: {"a": torch.ones(1, 3)}, {"a": 4, "b": 9})["a"]
+    stack = stack_experts(2, lambda _: {"a": torch.ones(1, 3)}, {"a": 2, "b": 9})["a"]
     assert stack.is_contiguous()
-    assert stack.as_strided((10,), (1,)).tolist() == [1] * 6 + [0] * 4
+    assert stack.as_strided((12,), (1,)).tolist() == [1] * 6 + [0] * 6
 
 
 @pytest.mark.parametrize(("row", "col"), [(0, 0), (9, 1), (37, 26), (63, 63), (64, 130)])
@@ -156,7 +159,6 @@ def test_int4_scales_lie_with_their_threads(group, words, zeros):
     scales[row, last], points[row, last] = 0.75 if last else 4.0, 9
     found = four_bit.pack_int4(codes, scales, points if zeros else None)[1].long() & 0xFFFFFFFF
     assert found.shape == (6, words * (1 + zeros))
-    assert found.shape[1] == four_bit.int4_unit_scales(192, 192 // group, zeros=zeros)
     assert four_bit.int4_factor(scales)[76:78].tolist() == ([128.0, 128.0] if last else [192.0, 512.0])
     usual, changed = (0x7EC0, 0x7E40) if last else (0x7E80, 0x7E80)
     found = found.view(2, 3, 4, 8, -1, 1 + zeros)  # unit, unit, w, g, scale of the row, kind

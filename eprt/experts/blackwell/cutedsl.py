@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from eprt.activation import activated
-from eprt.config import Activation, TokenFormat
+from eprt.config import TokenFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.base import PreparedExecutor, merge_repeats
 from eprt.experts.blackwell.scales import GATED_ROWS, Nvfp4Factors, linear_nvfp4, nvfp4_matrix, nvfp4_stack
@@ -155,11 +155,13 @@ class MaskedExperts(_Experts):
         return codes, scales, self._calibrated_gate
 
     def _activate(self, middle: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Activates and quantises bf16 [L, M, parts * I] to [L, M, I], as the second GEMM takes it."""
+        """Activates, in float32, and quantises bf16 [L, M, parts * I] to [L, M, I], as the second GEMM takes it."""
         if self._fused:
             fused = self._kernels.silu_and_mul_scaled_nvfp4_experts_quantize
             return fused(middle, counts, self._quantiser, nvfp4_4over6=None)
-        h = _activation(self._activation, middle, self._ratio)
+        gate, up = middle.float().chunk(2, dim=-1) if self._activation.gated else (None, middle.float())
+        up = up if gate is None else up * self._ratio[:, None, None]
+        h = activated(self._activation, gate, up).to(torch.bfloat16)
         return self._kernels.scaled_fp4_grouped_quantize(h, counts, self._quantiser, nvfp4_4over6=None)
 
     def _gemm(
@@ -319,11 +321,3 @@ def _bf16(hidden: Payload) -> torch.Tensor:
     if hidden.format != "bf16":
         raise InputError(f"cutedsl_nvfp4 got {hidden.format} tokens: it takes bf16 or nvfp4")
     return hidden.data
-
-
-def _activation(activation: Activation, middle: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
-    """Applies what the fused SwiGLU kernel doesn't know, in float32: [L, M, parts * I] -> bf16 [L, M, I]."""
-    if not activation.gated:
-        return activated(activation, None, middle.float()).to(torch.bfloat16)
-    gate, up = middle.float().chunk(2, dim=-1)
-    return activated(activation, gate, up * ratio[:, None, None]).to(torch.bfloat16)

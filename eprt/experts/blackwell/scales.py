@@ -17,7 +17,7 @@ into the block scales of the half with the smaller global scale.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -59,16 +59,11 @@ class Nvfp4Factors:
         scale = gate_up.global_scale.to(device)
         if shared:
             scale = scale.amax(dim=1, keepdim=True)
-        factors = cls(
-            scale[:, 0].clone(), scale[:, -1].clone(), down.global_scale[:, 0].to(device, copy=True), None, None
-        )
+        of_weights = scale[:, 0].clone(), scale[:, -1].clone(), down.global_scale[:, 0].to(device, copy=True)
         if gate_up.input_scale is None or down.input_scale is None:
-            return factors
-        return replace(
-            factors,
-            input=gate_up.input_scale.to(device).amax().view(1),
-            intermediate=down.input_scale[:, 0].to(device, copy=True),
-        )
+            return cls(*of_weights, None, None)
+        largest = gate_up.input_scale.to(device).amax().view(1)
+        return cls(*of_weights, largest, down.input_scale[:, 0].to(device, copy=True))
 
 
 def nvfp4_matrix(matrix: Matrix) -> Nvfp4:
@@ -78,18 +73,16 @@ def nvfp4_matrix(matrix: Matrix) -> Nvfp4:
     return matrix
 
 
-def share_global_scale(scales: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns one global scale for both halves: (scales e4m3 [L, 2 I, C/16], float32 [L]).
+def share_global_scale(scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Returns block scales e4m3 [L, 2 I, C/16] for which the larger global scale of both halves [L, 2] serves both.
 
-    The larger global scale stays, exactly. The other half's block scales are multiplied by a number <= 1 and rounded
-    to E4M3, so they can't overflow: a relative error of at most 2^-4 in a block whose scale stays normal (>= 2^-6),
-    none if the two differ by a power of two.
+    The larger half's stay, exactly. The other half's are multiplied by a number <= 1 and rounded to E4M3, so they can't
+    overflow: a relative error of at most 2^-4 in a block whose scale stays normal (>= 2^-6), none if the two differ by
+    a power of two.
     """
     L, rows, cols = scales.shape
-    shared = global_scale.amax(dim=1)
-    share = (global_scale / shared[:, None])[:, :, None, None]
-    folded = (scales.view(L, 2, rows // 2, cols).float() * share).to(scales.dtype)
-    return folded.view(L, rows, cols), shared
+    share = (global_scale / global_scale.amax(dim=1, keepdim=True))[:, :, None, None]
+    return (scales.view(L, 2, rows // 2, cols).float() * share).to(scales.dtype).view(L, rows, cols)
 
 
 def nvfp4_stack(
@@ -114,7 +107,7 @@ def nvfp4_stack(
 
     def one(index: int) -> dict[str, torch.Tensor]:
         expert = matrix.expert(index).map(lambda tensor: tensor.to(device))
-        scales = share_global_scale(expert.scales, expert.global_scale)[0] if share_scale else expert.scales
+        scales = share_global_scale(expert.scales, expert.global_scale) if share_scale else expert.scales
         codes = pad_parts(expert.codes, parts, rows, cols // 2, reverse=alternate)
         scales = pad_parts(scales, parts, rows, cols // NVFP4_BLOCK, reverse=alternate)
         if alternate:

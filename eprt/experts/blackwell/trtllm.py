@@ -19,7 +19,6 @@ from eprt.errors import ConfigError, InputError
 from eprt.experts.base import PreparedExecutor, merge_repeats
 from eprt.experts.blackwell.trtllm_formats import FORMATS, load_kernels
 from eprt.experts.rules import TRTLLM_LOGITS
-from eprt.placement import ExpertShard
 from eprt.tokens import FlatTokens, Payload
 from eprt.weights import ExpertWeights
 
@@ -109,16 +108,13 @@ class TrtllmGenExecutor(PreparedExecutor):
         tokens = self._even_tokens(max_rows, top_k)
         with self._kernels.autotune(True):
             self(tokens)
-            if _whole(self.shard) and self.takes_logits:
+            shard = self.shard
+            if shard.num_local_experts == shard.num_experts and shard.moe_tp_size == 1 and self.takes_logits:
                 ids = tokens.ids[:, : self.config.top_k].long()
                 logits = torch.zeros(
                     (max_rows, self.config.num_experts), dtype=torch.float32, device=self.device
                 ).scatter_(1, ids, 1.0)
                 self.run_logits(tokens.hidden, logits)
-
-
-def _whole(shard: ExpertShard) -> bool:
-    return shard.num_local_experts == shard.num_experts and shard.moe_tp_size == 1
 
 
 def logits_routing(routing: Routing, enums: ModuleType) -> dict[str, Any]:

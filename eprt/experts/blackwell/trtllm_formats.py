@@ -30,7 +30,7 @@ from eprt.quant.blocks import encode_fp8_groups
 from eprt.quant.elements import encode_e4m3
 from eprt.rounding import round_up
 from eprt.tokens import Payload
-from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp8, Nvfp4
+from eprt.weights import MX_BLOCK, NVFP4_BLOCK, ExpertWeights, Fp8Block, Fp8Tensor, Mxfp8, Nvfp4
 
 ROWS = 128  # rows of a GEMM (H, and 2 I or I) come in tiles of 128; FP8 contracts 128 columns at a time
 
@@ -70,14 +70,12 @@ class TrtllmFormat(ABC):
 
     Attributes:
         entry: which pair of entry points of `load_kernels` takes it.
-        kind: the canonical matrix that it lays out.
         hidden, intermediate: H and I as the kernels see them, rounded up with zero weights.
         weights: keyword -> prepared tensor.
         swiglu: alpha, beta and limit as keywords, for kernels whose sums are the values themselves.
     """
 
     entry: str
-    kind: type[Matrix]
 
     def __init__(
         self, kernels: SimpleNamespace, weights: ExpertWeights, activation: Activation, device: torch.device
@@ -88,9 +86,6 @@ class TrtllmFormat(ABC):
         self.device = device
         self.hidden = round_up(H, ROWS)
         self.intermediate = round_up(I, self.intermediate_multiple(activation))
-        for matrix in (weights.gate_up, weights.down):
-            if not isinstance(matrix, self.kind):
-                raise ConfigError(f"{type(matrix).__name__} weights: expected {self.kind.__name__}")
         self.fold_scales(weights.gate_up, weights.down)
         self.weights = self._prepare(weights)
         self.swiglu = self._raw_swiglu()
@@ -152,7 +147,6 @@ class Nvfp4Format(TrtllmFormat):
     """NVFP4 tokens x NVFP4 weights; what leaves the first GEMM is NVFP4 again."""
 
     entry = "fp4"
-    kind = Nvfp4
 
     def intermediate_multiple(self, activation: Activation) -> int:
         return ROWS // activation.parts
@@ -172,7 +166,7 @@ class Nvfp4Format(TrtllmFormat):
 
     def lay_out(self, own: Nvfp4, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
         shared = self._shared and parts == 2
-        scales = share_global_scale(own.scales, own.global_scale)[0] if shared else own.scales
+        scales = share_global_scale(own.scales, own.global_scale) if shared else own.scales
         scales = swizzle_scales(self.shuffled(scales, parts, rows, cols // NVFP4_BLOCK))
         return self.shuffled(own.codes, parts, rows, cols // 2), scales
 
@@ -209,7 +203,6 @@ class Fp8TensorFormat(TrtllmFormat):
     """FP8 with one scale per tensor, calibrated for tokens and for what leaves the first GEMM."""
 
     entry = "fp8_tensor"
-    kind = Fp8Tensor
 
     def fold_scales(self, gate_up: Fp8Tensor, down: Fp8Tensor) -> None:
         if not self.activation.plain:
@@ -237,7 +230,6 @@ class Fp8BlockFormat(TrtllmFormat):
     """DeepSeek's FP8: 128 x 128 blocks of weights, 128 values of a token. Rows [up; gate], not shuffled."""
 
     entry = "fp8_block"
-    kind = Fp8Block
 
     def fold_scales(self, gate_up: Fp8Block, down: Fp8Block) -> None:
         if not self.activation.gated:
@@ -268,7 +260,6 @@ class Mxfp8Format(TrtllmFormat):
     """MXFP8 tokens x MXFP8 weights."""
 
     entry = "fp8_block"
-    kind = Mxfp8
 
     def lay_out(self, own: Mxfp8, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
         scales = swizzle_scales(self.shuffled(own.scales, parts, rows, cols // MX_BLOCK))

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eprt.experts.grouped.few_triton import FewConstants, few_gemm, few_sum
 from eprt.experts.grouped.launch import Gemm, _kinds
@@ -27,7 +26,6 @@ class FewExperts:
     def __init__(self, gemms: tuple[Gemm, Gemm], shard: ExpertShard) -> None:
         self._gemms = gemms
         self._local = shard.first_expert, shard.num_local_experts
-        self._descriptors: dict[Gemm, TensorDescriptor] = {}
         self._prepared: dict[Any, CachedKernel] = {}
 
     def __call__(
@@ -61,8 +59,9 @@ class FewExperts:
         weights: torch.Tensor | None, out: torch.Tensor, places: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         (N, K), matrix = ids.shape, gemm.matrix
+        tiles = gemm.weight_blocks(tile.n, tile.k)[0] if gemm._constants["W_TMA"] else None
         arguments = (
-            x, gemm._weights, self._descriptor(gemm, tile), matrix.scale, matrix.factor, matrix.bias, ids, weights,
+            x, gemm._weights, tiles, matrix.scale, matrix.factor, matrix.bias, ids, weights,
             places, out, N, *self._local, x.stride(0), out.stride(0),
         )  # fmt: skip
         key = gemm, tile, tokens, K, places is None, like(x.stride(0)), like(out.stride(0))
@@ -78,14 +77,6 @@ class FewExperts:
             kernel = CachedKernel(few_gemm, x.device, _kinds(arguments), known, pdl=True, **options)
             self._prepared[key] = kernel
         kernel((ceil_div(matrix.rows, tile.n), N * K, tile.splits), *arguments)
-
-    def _descriptor(self, gemm: Gemm, tile: FewTile) -> TensorDescriptor | None:
-        if not gemm._constants["W_TMA"]:
-            return None
-        if gemm not in self._descriptors:
-            weights = gemm._weights[:, : gemm.matrix.cols]
-            self._descriptors[gemm] = TensorDescriptor.from_tensor(weights, [tile.n, tile.k])
-        return self._descriptors[gemm]
 
     def _sum(
         self, K: int, H: int, splits: int, block: int, dtype: torch.dtype, every_row: bool, device: torch.device

@@ -32,8 +32,6 @@ from eprt.weights import MX_BLOCK, NVFP4_BLOCK
 
 UNIT = 64  # rows and columns
 UNIT_WORDS = UNIT * UNIT // 8
-MX_UNIT_SCALES = UNIT * UNIT // MX_BLOCK // 4  # words of four scales: of both h and both q of a thread
-NV_UNIT_SCALES = UNIT * UNIT // NVFP4_BLOCK // 4  # the same of both h and both j: a word for each q
 ROW_PAIRS = UNIT // 2  # of INT4 one or two words of two scales, of both h, for each; a word of zero points beside each
 PAIR_BITS = 0x81C081C0
 MX_SCALE_BITS = 0x7F807F80
@@ -76,7 +74,7 @@ def pack_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
         codes: u8 [rows, cols / 2], low nibble first.  scales: u8 E8M0 [rows, cols / 32].
 
     Returns:
-        words int32 [units, UNIT_WORDS], and of scales int32 [units, MX_UNIT_SCALES].
+        words int32 [units, UNIT_WORDS], and of scales int32 [units, 32]: of both h and both q of a thread.
     """
     exponents = (scales.to(torch.int64) + 254 - scales.amax(1, keepdim=True)).clamp_(min=0)
     return words_of(codes, _fp4_bits), _scale_words(exponents << 7, MX_BLOCK)
@@ -86,7 +84,7 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     """The same for scales e4m3 [rows, cols / 16]; a NaN among them is the factor's part (`nvfp4_factor`).
 
     Returns:
-        words int32 [units, UNIT_WORDS], and of scales int32 [units, NV_UNIT_SCALES].
+        words int32 [units, UNIT_WORDS], and of scales int32 [units, 64]: of both h and both j, a word for each q.
     """
     plain = scales.to(torch.float32)
     blocks = codes.unflatten(1, (-1, NVFP4_BLOCK // 2))
@@ -110,10 +108,10 @@ def pack_int4(
     """The same for scales bf16 or float32 [rows, groups], and zero points u8 [rows, groups], or None for 8.
 
     Returns:
-        words int32 [units, UNIT_WORDS], and of scales int32 [units, `int4_unit_scales`].
+        words int32 [units, UNIT_WORDS], and of scales int32 [units, ROW_PAIRS, or 2 or 4 times as many].
     """
     cols, groups = codes.shape[1] * 2, scales.shape[1]
-    wide = _scales_per_row(cols, groups)
+    wide = 1 if groups == 1 or cols // groups % UNIT == 0 else 2  # groups that aren't whole units: a scale for each q
     count = ceil_div(cols, UNIT) if groups == 1 else cols // groups * wide // UNIT
     plain = (scales.to(torch.float32) / _row_scale(scales)[:, None]).nan_to_num(0.0, 0.0, 0.0) * 2.0**INT4_EXPONENT
     bits = plain.to(torch.bfloat16).view(torch.int16).to(torch.int64) & 0xFFFF
@@ -128,16 +126,6 @@ def int4_factor(scales: torch.Tensor) -> torch.Tensor:
     """What sums of a row are multiplied by, float32 [rows], for scales [rows, groups]. NaN stays, infinity joins it."""
     spoilt = ~scales.isfinite().all(-1)
     return torch.where(spoilt, torch.nan, _row_scale(scales) * INT4_FACTOR)
-
-
-def int4_unit_scales(cols: int, groups: int, *, zeros: bool) -> int:
-    """Returns the int32 words of scales and zero points per unit of a row of `cols` columns in so many groups."""
-    return ROW_PAIRS * _scales_per_row(cols, groups) * (2 if zeros else 1)
-
-
-def _scales_per_row(cols: int, groups: int) -> int:
-    """Returns how many scales each of a unit's rows has: a group's that isn't whole units has one for each q."""
-    return 1 if groups == 1 or cols // groups % UNIT == 0 else 2
 
 
 def _row_scale(scales: torch.Tensor) -> torch.Tensor:
@@ -170,15 +158,9 @@ def words_of(codes: torch.Tensor, bits_of: Callable[[], list[list[int]]]) -> tor
 
 def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
     """Of the bits of bf16 that are stored, int64 [rows, cols / block]: both h in a word, every other block turned."""
-    wide = UNIT // block
-    bits = padded(bits, wide)
-    # rows: unit, w, h, g; columns: unit, and blocks two by two
-    shape = bits.shape[0] // UNIT, 4, 2, 8, bits.shape[1] // wide, wide // 2, 2
-    of = bits.view(shape).permute(0, 4, 1, 3, 5, 6, 2).reshape(-1, UNIT * wide // 4, 2, 2)
-    halves = of[..., 0] | of[..., 1] << 16
-    second = halves[..., 1]
+    first, second = _of_both_rows(bits, UNIT // block).unflatten(1, (-1, 2)).unbind(-1)
     turned = (second >> SCALE_TURN) | (second << (32 - SCALE_TURN))
-    return (halves[..., 0] | turned & 0xFFFFFFFF).to(torch.int32)  # wraps: the same bits
+    return (first | turned & 0xFFFFFFFF).to(torch.int32)  # wraps: the same bits
 
 
 def _fp4_bits() -> list[list[int]]:
@@ -203,11 +185,6 @@ def _int4_bits() -> list[list[int]]:
 def table_on(device: torch.device, make: Callable[[], list[list[int]]]) -> torch.Tensor:
     """Returns what `make` does as an int64 tensor; numbers may have 64 bits."""
     return torch.tensor([[word - (1 << 64) if word >> 63 else word for word in row] for row in make()], device=device)
-
-
-def forget_tables() -> None:
-    """Lets the tables be made again: an engine may have taken the memory that they lay in."""
-    table_on.cache_clear()
 
 
 def padded(values: torch.Tensor, wide: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Gemm:
         self.pair: Pair = pair
         self._chip = chip
         self._weights = matrix.data.flatten(0, 1)
-        self._tiles: dict[tuple[int, int, bool], Weights] = {}
+        self._blocks: dict[tuple[int, int, bool], Weights] = {}
         self._prepared: dict[Any, CachedKernel] = {}
         self._constants: dict[str, Any] = {
             "N": matrix.rows,
@@ -112,10 +112,7 @@ class Gemm:
             tile = tile.plain
         x_tma = rows.source is None and data.dim() == 2 and (tile.warp_specialized or (tile.tma and self._chip.hopper))
         strides = *_strides(data), *_strides(out)
-        block = tile.n, tile.k, tile.warp_specialized
-        weights = self._tiles.get(block)
-        if weights is None:
-            weights = self._tiles[block] = self._weight_blocks(tile)
+        weights = self.weight_blocks(tile.n, tile.k, tile.warp_specialized)
         arguments = (*self._arguments(rows, weights, work, schedule, tile, x_tma, out), *strides)
         grid = min(self._chip.multiprocessors * tile.ctas, work.bound * ceil_div(self.matrix.rows, tile.n)), 1, 1
         if not starts_aligned(data, out, data if rows.scale is None else rows.scale):
@@ -194,18 +191,24 @@ class Gemm:
         copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out, data if scale is None else scale)
         return self._takes_warp_specialized and copied and data.numel() < INT32
 
-    def _weight_blocks(self, tile: Tile) -> Weights:
-        """Returns the weights and their scales as the tile's kernel reads them: pointers, or TMA descriptors."""
+    def weight_blocks(self, n: int, k: int, warp_specialized: bool = False) -> Weights:
+        """Returns the weights and their scales as a kernel reads them, pointers or TMA descriptors of blocks [n, k]."""
+        block = n, k, warp_specialized
+        if block not in self._blocks:
+            self._blocks[block] = self._make_blocks(*block)
+        return self._blocks[block]
+
+    def _make_blocks(self, n: int, k: int, warp_specialized: bool) -> Weights:
         matrix = self.matrix
-        if not tile.warp_specialized:
+        if not warp_specialized:
             if not self._constants["W_TMA"]:
                 return self._weights, matrix.scale
-            return TensorDescriptor.from_tensor(self._weights[:, : matrix.cols], [tile.n, tile.k]), matrix.scale
+            return TensorDescriptor.from_tensor(self._weights[:, : matrix.cols], [n, k]), matrix.scale
         from eprt.experts.grouped.constants_gluon import BLOCK_K, row_blocks, scale_blocks, weight_blocks
 
         if self.pair not in FOUR_BIT_PAIRS:
-            return row_blocks(self._weights[:, : matrix.cols], tile.n), matrix.scale
-        cut = matrix.cols // BLOCK_K, next_power_of_2(tile.n // UNIT), tile.k // BLOCK_K
+            return row_blocks(self._weights[:, : matrix.cols], n), matrix.scale
+        cut = matrix.cols // BLOCK_K, next_power_of_2(n // UNIT), k // BLOCK_K
         return weight_blocks(matrix.data, *cut), scale_blocks(matrix.scale, *cut)
 
 

@@ -20,7 +20,6 @@ from itertools import product
 import torch
 
 from eprt.experts.grouped.four_bit import UNIT, padded, table_on, words_of
-from eprt.rounding import round_up
 from eprt.weights import MX_BLOCK
 
 REACH = 11
@@ -64,11 +63,6 @@ def pack_mxfp4_e4m3(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
     shape = fields.shape[0] // UNIT, 4, 2, 8, fields.shape[1] // 2, 2
     of = fields.view(shape).permute(0, 4, 1, 3, 5, 2).reshape(-1, UNIT // 2, 4)
     return words_of(turned, _code_bits), of.view(torch.int32).flatten(1)
-
-
-def padded_columns(cols: int) -> int:
-    """Returns the columns of a packed matrix."""
-    return round_up(cols, COLUMNS)
 
 
 def _largest(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

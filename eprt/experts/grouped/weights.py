@@ -9,11 +9,7 @@ import torch
 
 from eprt.experts.base import present
 from eprt.experts.grouped.four_bit import (
-    MX_UNIT_SCALES,
-    NV_UNIT_SCALES,
-    UNIT_WORDS,
     int4_factor,
-    int4_unit_scales,
     mxfp4_factor,
     nvfp4_factor,
     pack_int4,
@@ -21,7 +17,7 @@ from eprt.experts.grouped.four_bit import (
     pack_nvfp4,
     room,
 )
-from eprt.experts.grouped.mxfp4_e4m3 import e4m3_factor, pack_mxfp4_e4m3, padded_columns
+from eprt.experts.grouped.mxfp4_e4m3 import COLUMNS, e4m3_factor, pack_mxfp4_e4m3
 from eprt.experts.padding import interleave_halves, pad_parts, stack_experts
 from eprt.quant import decode
 from eprt.rounding import ceil_div, round_up
@@ -72,10 +68,9 @@ class GroupedMatrix:
                 found["bias"] = pad_parts(own, parts, padded).view(1, parts, padded)
             return found
 
-        unit_scales = _unit_scales(matrix)
-        cols = padded_columns(cols) if e4m3 else cols
-        units = room(parts * padded, cols) if unit_scales else 0
-        tensors = stack_experts(L, prepare, {"data": units * UNIT_WORDS, "scale": units * unit_scales})
+        cols = round_up(cols, COLUMNS) if e4m3 else cols
+        units = room(parts * padded, cols) if isinstance(matrix, Mxfp4 | Nvfp4 | Int4) else 0
+        tensors = stack_experts(L, prepare, {"data": units, "scale": units})
         scale, factor, bias = (tensors.get(name) for name in ("scale", "factor", "bias"))
         zeros = isinstance(matrix, Int4) and matrix.zeros is not None
         return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols, zeros)
@@ -83,19 +78,6 @@ class GroupedMatrix:
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         """Returns what belongs to each local expert, [L, ...]: views."""
         return present(data=self.data, scale=self.scale, factor=self.factor, bias=self.bias)
-
-
-def _unit_scales(matrix: Matrix) -> int:
-    """Returns the words of scales per unit of 4-bit weights, else 0."""
-    match matrix:
-        case Mxfp4():
-            return MX_UNIT_SCALES
-        case Nvfp4():
-            return NV_UNIT_SCALES
-        case Int4():
-            return int4_unit_scales(matrix.shape[2], matrix.scales.shape[2], zeros=matrix.zeros is not None)
-        case _:
-            return 0
 
 
 def _laid_out(own: Matrix, parts: int, padded: int, e4m3: bool) -> dict[str, torch.Tensor]:

@@ -13,8 +13,7 @@ from functools import partial
 
 import torch
 
-from eprt.activation import activate
-from eprt.config import Activation, TokenFormat
+from eprt.config import TokenFormat
 from eprt.expert_major import ExpertOrder
 from eprt.experts.base import PreparedExecutor
 from eprt.experts.humming.gemm import FP8_INPUT_SCHEMAS, GemmShape, GemmType, GroupedGemm
@@ -111,13 +110,18 @@ class HummingExecutor(PreparedExecutor):
         out: torch.Tensor,
     ) -> None:
         """Runs both GEMMs and the activation between them on grouped rows."""
-        if not (self._gate_up.is_compiled(gemm_type, expected) and self._down.is_compiled(gemm_type, expected)):
-            self._compile(gemm_type, expected)
+        if cold := [gemm for gemm in (self._gate_up, self._down) if not gemm.is_compiled(gemm_type, expected)]:
+            self.require_cold("compiling humming's GEMMs")
+            _at_once([partial(gemm.compile, gemm_type, expected) for gemm in cold])
         wide = torch.empty(rows.shape[0], self._gate_up.out_features, dtype=torch.bfloat16, device=rows.device)
         self._gate_up(rows, layout, gemm_type, expected, wide, scale)
         if gemm_type == "grouped_masked" and not self._fp8:
             # humming's own kernel visits every row of every expert: 119 of 256 us where one token a rank came.
-            active = _activate_rows(self.config.activation, wide.view(len(layout), -1, wide.shape[1]), layout)
+            from eprt.experts import activation_triton
+
+            activation, L = self.config.activation, len(layout)
+            active = wide.new_empty((L, wide.shape[0] // L, wide.shape[1] // activation.parts))
+            activation_triton.activate_rows(activation, wide.view(L, -1, wide.shape[1]), layout, active)
             narrow, narrow_scale = active.flatten(0, 1), None
         elif gemm_type == "grouped_masked":
             activate = self._rows("grouped_mask", activation=True)
@@ -126,11 +130,6 @@ class HummingExecutor(PreparedExecutor):
             activate = self._rows("normal", activation=True)
             narrow, narrow_scale = activate(wide, wide.shape[0], num_valid_tokens=layout[-1:])
         self._down(narrow, layout, gemm_type, expected, out, narrow_scale)
-
-    def _compile(self, gemm_type: GemmType, expected: int) -> None:
-        cold = [gemm for gemm in (self._gate_up, self._down) if not gemm.is_compiled(gemm_type, expected)]
-        self.require_cold("compiling humming's GEMMs")
-        _at_once([partial(gemm.compile, gemm_type, expected) for gemm in cold])
 
     def _rows(self, layout: RowLayout, *, activation: bool = False, scatter_width: int = 1) -> RowKernel:
         """Returns the elementwise kernel in front of a GEMM, compiled on first use (in `warmup`, if it was called)."""
@@ -175,17 +174,3 @@ def _at_once(jobs: list[Callable[[], None]]) -> None:
     with ThreadPoolExecutor(len(jobs)) as pool:
         for job in [pool.submit(job) for job in jobs]:
             job.result()
-
-
-def _activate_rows(activation: Activation, wide: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Activates [L, M, parts * I] to [L, M, I] of the same dtype, in float32; rows past the counts are garbage."""
-    L, M, width = wide.shape
-    narrow = torch.empty((L, M, width // activation.parts), dtype=wide.dtype, device=wide.device)
-    if wide.is_cuda:
-        from eprt.experts import activation_triton
-
-        activation_triton.activate_rows(activation, wide, counts, narrow)
-        return narrow
-    valid = torch.arange(M) < counts[:, None]
-    narrow[valid] = activate(activation, wide[valid].float()).to(wide.dtype)
-    return narrow

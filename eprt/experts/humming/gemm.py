@@ -16,7 +16,7 @@ import torch
 
 from eprt.config import WeightFormat
 from eprt.errors import ConfigError
-from eprt.experts.padding import TILE, pad_parts, spread_tensor_scale, stack_experts
+from eprt.experts.padding import TILE, pad_parts, stack_experts
 from eprt.rounding import round_up
 from eprt.support import stream_number
 from eprt.weights import FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
@@ -115,15 +115,12 @@ def _fp4_tensors(matrix: Mxfp4 | Nvfp4, block: int, shape: GemmShape) -> dict[st
 
 def _fp8_tensors(matrix: Fp8Block | Fp8Tensor, shape: GemmShape) -> dict[str, torch.Tensor]:
     rows, cols = shape.padded
-    grid = rows // FP8_BLOCK, cols // FP8_BLOCK
-    per_block = isinstance(matrix, Fp8Block)
-    scale = pad_parts(matrix.scale, shape.parts, *grid) if per_block else spread_tensor_scale(matrix.scale, *grid)
+    high, wide = rows // FP8_BLOCK, cols // FP8_BLOCK
+    if isinstance(matrix, Fp8Block):
+        scale = pad_parts(matrix.scale, shape.parts, high, wide)
+    else:
+        scale = matrix.scale.repeat_interleave(high, 1)[:, :, None].expand(-1, -1, wide).contiguous()
     return {"weight": pad_parts(matrix.data, shape.parts, rows, cols).view(torch.int32), "weight_scale": scale}
-
-
-def needs_channel_scale(matrix: Matrix) -> bool:
-    """Returns whether some expert's gate and up have different second-level scales."""
-    return isinstance(matrix, Nvfp4) and bool((matrix.global_scale != matrix.global_scale[:, :1]).any())
 
 
 def layer_config(
@@ -184,16 +181,14 @@ class GroupedGemm:
     ) -> None:
         self.device = device
         self.batch_invariant = batch_invariant
-        channel = needed = needs_channel_scale(matrix)
-        if channel_scale is not None:
-            channel = channel_scale
-        if needed and not channel:
+        needed = isinstance(matrix, Nvfp4) and bool((matrix.global_scale != matrix.global_scale[:, :1]).any())
+        self.channel_scale = needed if channel_scale is None else channel_scale
+        if needed and not self.channel_scale:
             raise ConfigError("gate and up now have different second scales, the layer holds one: build it again")
-        self.channel_scale = channel
-        options: dict[str, Any] = {"bias": bias is not None, "fp8_inputs": fp8_inputs, "channel_scale": channel}
+        options = {"bias": bias is not None, "fp8_inputs": fp8_inputs, "channel_scale": self.channel_scale}
         with torch.cuda.device(device):
             one = layer_config(matrix.format[0], shape, device, **options)
-            self.tensors = _prepare_experts(matrix, bias, shape, one, device, channel)
+            self.tensors = _prepare_experts(matrix, bias, shape, one, device, self.channel_scale)
         self.config = dataclasses.replace(one, num_experts=matrix.shape[0])
         self.out_features: int = self.config.shape_n - self.config.pad_shape_n
         self.in_features: int = self.config.shape_k - self.config.pad_shape_k
@@ -239,11 +234,10 @@ class GroupedGemm:
 
     def is_compiled(self, gemm_type: GemmType, expected_rows: int) -> bool:
         """Returns whether a call with this number of rows compiles nothing."""
-        tables = self._tables
-        return (gemm_type, ANY_ROWS) in tables or (gemm_type, row_bucket(expected_rows, COLD_STEP)) in tables
+        return self._table(gemm_type, expected_rows) is not None
 
     def compile(self, gemm_type: GemmType, expected_rows: int) -> None:
-        """Compiles the kernel for about `expected_rows` rows; a call does so first if there was no warm-up."""
+        """Compiles the kernel for about `expected_rows` rows, which a call without a warm-up needs."""
         bucket = row_bucket(expected_rows, COLD_STEP)
         self._tables[gemm_type, bucket] = self._compile(gemm_type, [bucket])
 
@@ -252,14 +246,11 @@ class GroupedGemm:
         buckets = [1 << power for power in range(row_bucket(max_rows).bit_length())]
         self._tables[gemm_type, ANY_ROWS] = self._compile(gemm_type, buckets)
 
-    def _table(self, gemm_type: GemmType, expected_rows: int) -> torch.Tensor:
-        """Returns humming's table (rows from, to, kernel, CTAs) that holds the schedule for this number of rows."""
+    def _table(self, gemm_type: GemmType, expected_rows: int) -> torch.Tensor | None:
+        """Returns humming's table (rows from, to, kernel, CTAs) that holds the schedule for this number of rows; None:
+        it isn't compiled."""
         table = self._tables.get((gemm_type, ANY_ROWS))
-        if table is not None:
-            return table
-        if not self.is_compiled(gemm_type, expected_rows):
-            self.compile(gemm_type, expected_rows)
-        return self._tables[gemm_type, row_bucket(expected_rows, COLD_STEP)]
+        return self._tables.get((gemm_type, row_bucket(expected_rows, COLD_STEP))) if table is None else table
 
     def _compile(self, gemm_type: GemmType, buckets: list[int]) -> torch.Tensor:
         """Compiles humming's choice for each number of rows, many at once. The last serves all larger numbers."""

@@ -90,7 +90,7 @@ class Kept:
         for tensor, copy in self._copies:
             tensor.copy_(copy)
         self._copies.clear()
-        four_bit.forget_tables()
+        four_bit.table_on.cache_clear()  # its tables lay in memory that the engine took
 
 
 def _experts(layer: ExpertParallelMoE) -> set[int]:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eprt.experts.reference import decode_matrix
+from eprt.experts.reference import activation_forward, decode_matrix
 from eprt.weights import Fp8Block, Mxfp4, Nvfp4
 
 H200 = SimpleNamespace(
@@ -85,6 +85,7 @@ class Launches:
         patch.setattr(torch.ops.humming, "launch_kernel", SimpleNamespace(out=self.gemm), raising=False)
         rows = SimpleNamespace(default=self.rows)
         patch.setattr(torch.ops.humming, "launch_process_input", rows, raising=False)
+        patch.setattr("eprt.experts.activation_triton.activate_rows", activate_rows)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda *_: self.stream, raising=False)
 
     def gemm(self, table, a, b, bs, bs2, a_scale, a_scale2, bzp, bias, c, ids, experts, padded, layout, locks, *rest):
@@ -125,6 +126,12 @@ class Launches:
             groups = [slice(0, int(num_valid))]
         for group in groups:
             out[group] = _evaluate(kernel, rows[group].float()).to(out.dtype)
+
+
+def activate_rows(activation, wide, counts, narrow) -> None:
+    """In place of the Triton kernel; rows past the counts stay garbage."""
+    valid = torch.arange(wide.shape[1]) < counts[:, None]
+    narrow[valid] = activation_forward(activation, wide[valid].float()).to(narrow.dtype)
 
 
 def _row(table, rows) -> int:
