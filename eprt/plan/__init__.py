@@ -46,8 +46,7 @@ class Candidate:
     @property
     def us(self) -> float | None:
         """Microseconds of a layer's call, route and shared expert aside."""
-        halves = (self.dispatch, self.experts)
-        return None if self.dispatch is None or self.experts is None else sum(half.us for half in halves if half)
+        return None if self.dispatch is None or self.experts is None else self.dispatch.us + self.experts.us
 
 
 @dataclass(frozen=True)
