@@ -48,6 +48,7 @@ TILINGS = (
     Tiling(8192, 128, 128, 64, 132, 8, 4),
     Tiling(1 << 62, 128, 128, 64, 132, 8, 4),
 )
+_MOST_TOKENS = [tiling.max_tokens for tiling in TILINGS]
 # Registers that let a warp have all pieces of a logit in flight; more warps a token were slower.
 CHOICE_REGISTERS = 168
 
@@ -207,15 +208,12 @@ class FusedRouter:
         bias: torch.Tensor | None = None,
         correction_bias: torch.Tensor | None = None,
         token_table: torch.Tensor | None = None,
-        tilings: tuple[Tiling, ...] = TILINGS,
     ) -> None:
         self.device = weight.device
         self._parts = aligned(weight if weight.dtype == torch.bfloat16 else bf16_parts(weight))
         self._shape = (weight.shape[0], weight.shape[1])
         self._bias, self._correction, self._table = map(_contiguous, (bias, correction_bias, token_table))
         self._top_k, self._dtype = top_k, rounding.method
-        self._tilings = tilings
-        self._most = [tiling.max_tokens for tiling in tilings]
         self._sizes: dict[int, _Size] = {}
         self._choices: dict[tuple[int, torch.dtype | None], CachedKernel] = {}
         kinds = map(_dtype, (self._bias, self._correction, None, self._table))
@@ -241,7 +239,7 @@ class FusedRouter:
 
     def warmup(self, max_tokens: int, *, logits: bool) -> None:
         """Compiles everything that calls of up to `max_tokens` tokens need, `logits` too if asked for."""
-        for number, most in enumerate(self._most):
+        for number, most in enumerate(_MOST_TOKENS):
             size = self._size(number)
             size.gemm.load()
             for dtype in (None,) if self._table is None else (torch.int32, torch.int64):
@@ -253,7 +251,7 @@ class FusedRouter:
 
     def _gemm(self, hidden: torch.Tensor, T: int) -> tuple[torch.Tensor, _Size]:
         """Returns partial sums [splits, T, E] of the logits, and the tiling's kernels."""
-        size = self._size(bisect_left(self._most, T))
+        size = self._size(bisect_left(_MOST_TOKENS, T))
         pieces = torch.empty((size.splits, T, self._shape[0]), dtype=torch.float32, device=self.device)
         if T:
             size.gemm((ceil_div(T, size.block_t) * size.programs, 1, 1), aligned(hidden), self._parts, pieces, T)
@@ -263,7 +261,7 @@ class FusedRouter:
         """Returns the kernels of tiling `number`."""
         found = self._sizes.get(number)
         if found is None:
-            (E, H), tiling = self._shape, self._tilings[number]
+            (E, H), tiling = self._shape, TILINGS[number]
             parts = 1 if self._parts.dim() == 2 else self._parts.shape[0]
             size = split_k(tiling, E, H, parts)
             programs, gemm = ceil_div(E, size.block_e) * size.splits, prepared_gemm(self.device, E, H, parts, tiling)
