@@ -88,11 +88,7 @@ class Parts(Protocol):
 
 
 class Engine(ABC):
-    """One way to do a layer's work. State of a call lives in what `begin` returns, never here.
-
-    Args:
-        parts: the layer.
-    """
+    """One way to do a layer's work. State of a call lives in what `begin` returns, never here."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -191,9 +187,4 @@ class KernelRouted(Engine):
 
 def make_engines(parts: Parts, names: Collection[str]) -> list[Engine]:
     """Makes the engines of these rows, in the table's order; nothing is imported before."""
-    found: list[Engine] = []
-    for spec in ENGINES.values():
-        if spec.path and spec.name in names:
-            kind: type[Engine] = load_class(spec, Engine)
-            found.append(kind(parts))
-    return found
+    return [load_class(spec, Engine)(parts) for spec in ENGINES.values() if spec.path and spec.name in names]

@@ -144,11 +144,7 @@ class Recording:
 
 
 class PeerWatch:
-    """Asks the dispatchers of some layers what they know of the other ranks.
-
-    Args:
-        layers: whose graphs these are.
-    """
+    """Asks the dispatchers of some layers what they know of the other ranks."""
 
     def __init__(self, world: World, layers: Iterable[GraphedLayer]) -> None:
         self._world = world

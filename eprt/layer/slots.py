@@ -78,7 +78,6 @@ class ChosenSlots:
     """Padding names no expert, the load is counted, ids of experts become ids of slots.
 
     Args:
-        placement: which experts lie where.
         one_replica: see `SlotTable`.
         count_load: count how often each expert is chosen.
     """

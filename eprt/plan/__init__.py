@@ -57,7 +57,6 @@ class Plan:
         max_tokens_per_rank: capacity that the layer's buffers are sized for: `RuntimeConfig.max_tokens_per_rank`, or
             the dispatcher's own limit below it.
         tokens: tokens per rank that the times are of.
-        chosen: the candidate that was chosen.
         settings: what the choice went by and all ranks must have in common: the rows of `eprt tune`, where something
             was left to the plan.
         engines: the verdict on every row of `eprt.engines.ENGINES` with this pair; the first that takes a call does

@@ -28,7 +28,6 @@ class Demand:
     """The skew of one layer's routing on a placement, as shares of all of the world's tokens.
 
     Attributes:
-        placement: where the experts lie.
         slots: [S] of the tokens that choose each slot.
         ranks: [EP ranks] of the tokens that choose any slot of each.
     """
