@@ -301,9 +301,7 @@ def experts_samples(name: str) -> Iterator[Sample]:
             config = MoEConfig(
                 row["experts"], row["top_k"], row["hidden"], row["intermediate"], weight_format=row["weight_format"]
             )
-            hit, rows = evenly(config, row["local_experts"], row["tokens"])
-            hit, rows = row.get("hit", hit), row.get("rows", rows)  # what was drawn, if it is known
-            terms = expert_terms(EXECUTORS[name], config, 1, hit, rows, machine)
+            terms = expert_terms(EXECUTORS[name], config, 1, row["hit"], row["rows"], machine)
             kept = kept_format(EXECUTORS[name], config.weight_format)
             yield Sample(sm, terms, row["us"][name], row["weight_format"], kept)
 
