@@ -88,11 +88,7 @@ class Parts(Protocol):
 
 
 class Engine(ABC):
-    """One way to do a layer's work. State of a call lives in what `begin` returns, never here.
-
-    Args:
-        parts: the layer.
-    """
+    """One way to do a layer's work. State of a call lives in what `begin` returns, never here."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -155,14 +151,12 @@ class KernelRouted(Engine):
     def takes(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> bool:
         """Returns False for what dispatch would refuse, so that it is refused."""
         parts = self.parts
-        if parts.world.size > 1 or not isinstance(choice, RouterLogits) or not parts.executor.takes_logits:
+        if not isinstance(choice, RouterLogits) or not parts.executor.takes_logits:
             return False
-        runtime, logits = parts.dispatcher.runtime, choice.logits
-        capacity = runtime.max_tokens_per_rank
+        logits, capacity = choice.logits, parts.dispatcher.runtime.max_tokens_per_rank
         rows: object = capacity if tokens_per_rank is None else tokens_per_rank
         return (
-            (runtime.validate, runtime.payload, runtime.combine_payload) == ("cheap", None, None)
-            and not (parts.dispatcher.closed or parts.world.closed)
+            not (parts.dispatcher.closed or parts.world.closed)
             and type(rows) is int
             and max(x.shape[0], 1) <= rows <= capacity
             and x.dtype == torch.bfloat16
@@ -191,9 +185,4 @@ class KernelRouted(Engine):
 
 def make_engines(parts: Parts, names: Collection[str]) -> list[Engine]:
     """Makes the engines of these rows, in the table's order; nothing is imported before."""
-    found: list[Engine] = []
-    for spec in ENGINES.values():
-        if spec.path and spec.name in names:
-            kind: type[Engine] = load_class(spec, Engine)
-            found.append(kind(parts))
-    return found
+    return [load_class(spec, Engine)(parts) for spec in ENGINES.values() if spec.path and spec.name in names]

@@ -112,14 +112,11 @@ class Requirement:
         wanted = f"{self.distributions[0]}>={self.minimum}"
         if importlib.util.find_spec(self.module) is None:
             return refuse(f"{self.module} is not installed: pip install '{wanted}'")
-        found = self.version()
+        # None: no distribution's metadata names it (a bare folder on the path).
+        found = next(filter(None, map(installed_version, self.distributions)), None)
         if found is not None and version_key(found) < version_key(self.minimum):
             return refuse(f"{self.module} {found} is older than {self.minimum}: pip install '{wanted}'")
         return Support(True)
-
-    def version(self) -> str | None:
-        """Returns the installed version; None if no distribution metadata names it (a bare folder on the path)."""
-        return next(filter(None, map(installed_version, self.distributions)), None)
 
 
 def installed_version(distribution: str) -> str | None:

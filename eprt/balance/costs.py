@@ -93,7 +93,6 @@ def weigh(
         counts: [E] how often each expert was chosen.
         tokens: of one rank, in one call.
         one_replica: each expert's tokens go to one of its replicas, as decode does; else they are shared evenly.
-        time: of one rank's experts.
     """
     size = expert_bytes(config, before.parallel.moe_tp_size)
     rows = tokens * before.parallel.world_size * config.top_k  # each rank sends tokens of its own

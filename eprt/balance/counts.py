@@ -28,15 +28,14 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
         UsageError: a layer doesn't count. ConfigError: no layer, or layers of different numbers of experts. The same
             on every rank.
     """
-    own = torch.empty(0, dtype=torch.int64)
-    error: EprtError | None = None
     try:
         if len({layer.config.num_experts for layer in layers}) != 1:
             raise ConfigError("gather_load takes layers of one number of experts: ask for each kind by itself")
         own = torch.stack([layer.load() for layer in layers])
-    except EprtError as found:
-        error = found
-    exchange(world, Header("rebalance", -1, 3, tokens_per_rank=len(layers)), error)
+    except EprtError as error:
+        exchange(world, Header("rebalance", -1, 3), error)  # raises on every rank, here included
+        raise
+    exchange(world, Header("rebalance", -1, 3, tokens_per_rank=len(layers)))
     every = own.new_empty((world.size * own.shape[0], own.shape[1]))
     world.all_gather(every, own)
     return every.view(world.size, *own.shape).sum(0).cpu()

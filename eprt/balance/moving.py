@@ -86,24 +86,19 @@ def rebalance(
         WorldMismatch: other layers, placements or layouts on some ranks.
         RankLost: a peer is gone. Where that is found after the last rank had agreed to swap, this one may have swapped.
     """
-    move: _Move | None = None
-    error: EprtError | None = None
-    settings: dict[str, str] = {}
     try:
         world.require_whole("rebalance")
         _require_movable(world, layers, placements)
-        settings = {
-            f"layer {place}": f"{layer.dispatcher.layer}: {layer.placement.fingerprint()} -> {new.fingerprint()}"
-            for place, (layer, new) in enumerate(zip(layers, placements, strict=True))
-        }
         move = _Move(world, layers, placements, most_bytes)
-    except EprtError as found:
-        error = found
-    signature = 0 if move is None else move.signature
-    header = Header("rebalance", -1, 0, fingerprint=fingerprint_of(settings), words=(signature,), settings=settings)
-    peers = exchange(world, header, error)
-    if move is None:
-        raise UsageError("the ranks agreed on a rebalance that this one can't make: report this")
+    except EprtError as error:
+        exchange(world, Header("rebalance", -1, 0), error)  # raises on every rank, here included
+        raise
+    settings = {
+        f"layer {place}": f"{layer.dispatcher.layer}: {layer.placement.fingerprint()} -> {new.fingerprint()}"
+        for place, (layer, new) in enumerate(zip(layers, placements, strict=True))
+    }
+    fingerprint, words = fingerprint_of(settings), (move.signature,)
+    peers = exchange(world, Header("rebalance", -1, 0, fingerprint=fingerprint, words=words, settings=settings))
     _require_one_layout(world, [words[0] for words in peers.words])
     return move.run()
 

@@ -88,7 +88,7 @@ def _fewest_replicas(
     plan = _Slots.packed(counts, ranks, most, domain_size)
     plan.trade()
     goal = GOOD_ENOUGH * plan.hottest
-    in_order = _Slots.of(counts, ExpertPlacement(len(counts), parallel), domain_size)
+    in_order = _Slots(counts, by_rank(ExpertPlacement(len(counts), parallel)), domain_size)
     if in_order.hottest <= goal:
         return in_order.filled_up(num_slots), goal
     low, high, tried = 0, most, 0
@@ -109,7 +109,7 @@ def _nearest(plan: _Slots, goal: float, current: ExpertPlacement) -> _Slots:
     """Chooses, of some ways from `current` to the goal, the one on which fewest experts travel."""
     candidates = [plan.near(current)]
     for replicas in (None, plan):  # from as many replicas of each expert as there are, and as the plan has
-        kept = _Slots.of(plan.counts, current, plan.domain_size)
+        kept = _Slots(plan.counts, by_rank(current), plan.domain_size)
         if replicas is not None:
             kept.replicate(replicas)
         if kept.mend(goal):
@@ -125,7 +125,7 @@ def _nearest(plan: _Slots, goal: float, current: ExpertPlacement) -> _Slots:
 
 def rank_loads(counts: Sequence[int], placement: ExpertPlacement) -> tuple[float, ...]:
     """Returns [ranks] the load of each expert-parallel rank by these counts, replicas sharing evenly."""
-    return tuple(_Slots.of(counts, placement, placement.parallel.ep_size).loads)
+    return tuple(_Slots(counts, by_rank(placement), placement.parallel.ep_size).loads)
 
 
 def imbalance(loads: Sequence[float]) -> float:
@@ -148,10 +148,6 @@ class _Slots:
 
     def __post_init__(self) -> None:
         self._share_evenly()
-
-    @classmethod
-    def of(cls, counts: Sequence[int], placement: ExpertPlacement, domain_size: int) -> _Slots:
-        return cls(counts, by_rank(placement), domain_size)
 
     @classmethod
     def packed(cls, counts: Sequence[int], ranks: int, replicas: int, domain_size: int) -> _Slots:

@@ -22,10 +22,8 @@ class LayerBalance:
     """The load of one layer.
 
     Attributes:
-        layer: its number.
         loads: [ranks] rows each expert-parallel rank gets, replicas sharing evenly.
-        imbalance: max / mean of them.
-        hot_rank: which has most.
+        imbalance, hot_rank: max / mean of them, and the rank that has most.
         hot_expert, hot_share: the most chosen expert, and its share of all choices.
     """
 

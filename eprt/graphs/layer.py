@@ -22,7 +22,6 @@ class LayerGraphs:
     to a bucket for both. On a CPU world the call itself is made, on a batch padded alike.
 
     Args:
-        layer: whose calls these are.
         call: (hidden [R, H_model], R) -> [R, H_model]: the layer's eager call, routed by its own router.
         width: H_model.
         capacity: the largest R that one call of the layer may have.

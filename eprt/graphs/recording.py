@@ -60,10 +60,6 @@ class ValidRows:
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self._written = 0
 
-    @classmethod
-    def of(cls, world: World) -> ValidRows:
-        return world.resource(("valid rows",), lambda: cls(world.device))
-
     def write(self, rows: int) -> None:
         """Writes the number in stream order; nothing is launched where it is there already."""
         if rows != self._written:
@@ -75,7 +71,7 @@ class Padding:
     """The rows of a batch of at most `rows` that hold no token: layers inside `applied` leave them out."""
 
     def __init__(self, world: World, rows: int) -> None:
-        self.valid = ValidRows.of(world)
+        self.valid = world.resource(("valid rows",), lambda: ValidRows(world.device))
         self._world = world
         with torch.inference_mode(False):
             self._numbers = torch.arange(rows, dtype=torch.int32, device=world.device)[:, None]
@@ -148,11 +144,7 @@ class Recording:
 
 
 class PeerWatch:
-    """Asks the dispatchers of some layers what they know of the other ranks.
-
-    Args:
-        layers: whose graphs these are.
-    """
+    """Asks the dispatchers of some layers what they know of the other ranks."""
 
     def __init__(self, world: World, layers: Iterable[GraphedLayer]) -> None:
         self._world = world

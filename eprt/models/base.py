@@ -90,8 +90,8 @@ class ModelFamily(ABC):
     def load_router(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> Router:
         """Reads the router in the model's dtype, its selection bias in float32, as transformers keeps them."""
         block, prefix = self._names(checkpoint, layer)
-        token_dtype = model_dtype(self.text_config(checkpoint.config))
-        dtype = torch.float32 if self.float32_router else token_dtype
+        dtype = model_dtype(self.text_config(checkpoint.config))
+        dtype = torch.float32 if self.float32_router else dtype
         E = config.num_experts
         weight = _read_as(checkpoint, dtype, f"{prefix}.weight", (E, config.input_size))
         bias = _read_as(checkpoint, dtype, f"{prefix}.bias", (E,)) if config.bias else None
@@ -104,7 +104,6 @@ class ModelFamily(ABC):
             token_table=self._token_table(checkpoint, prefix, config),
             float32_logits=self.float32_logits,
             weights=self.router_weights,
-            token_dtype=token_dtype if self.float32_router else None,
         )
 
     def load_shared(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> SharedExpertWeights | None:

@@ -49,13 +49,10 @@ class ExpertShard:
             object.__setattr__(self, "experts", in_order)
 
     def __str__(self) -> str:
-        whole = f"{'experts' if self._plain else 'slots'} {self.first_expert} to {self.end_expert - 1}"
-        whole += f" of {self.num_experts}" + ("" if self._plain else f" (experts {listed(self.experts)})")
+        whole = f"{self.first_expert} to {self.end_expert - 1} of {self.num_experts}"
+        in_order = isinstance(self.experts, range)
+        whole = f"experts {whole}" if in_order else f"slots {whole} (experts {listed(self.experts)})"
         return whole if self.moe_tp_size == 1 else f"slice {self.moe_tp_rank} of {self.moe_tp_size} of {whole}"
-
-    @property
-    def _plain(self) -> bool:
-        return isinstance(self.experts, range)
 
     @cached_property
     def end_expert(self) -> int:
@@ -176,8 +173,6 @@ class SlotTable:
     """A translation of ids of experts into ids of slots, on the device: no host sync, static shapes, deterministic.
 
     Args:
-        placement: what to translate to.
-        device: where the ids are.
         one_replica: every expert's tokens go to one of its replicas, the one on the rank that has been given fewest
             experts so far; decode wants that, since a replica that gets any row has its weights read. False: they are
             dealt out in turn, token by token, starting elsewhere on each rank; prefill wants that.
@@ -235,10 +230,6 @@ class ExpertLoad:
 
     On CUDA one small kernel a call: 4 bytes read for each (token, slot), a histogram in each block of 1024 of them,
     then one atomic addition for each expert that the block met.
-
-    Args:
-        num_experts: E, logical experts.
-        device: where the ids are.
     """
 
     def __init__(self, num_experts: int, device: torch.device) -> None:

@@ -46,8 +46,7 @@ class Candidate:
     @property
     def us(self) -> float | None:
         """Microseconds of a layer's call, route and shared expert aside."""
-        halves = (self.dispatch, self.experts)
-        return None if self.dispatch is None or self.experts is None else sum(half.us for half in halves if half)
+        return None if self.dispatch is None or self.experts is None else self.dispatch.us + self.experts.us
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class Plan:
         max_tokens_per_rank: capacity that the layer's buffers are sized for: `RuntimeConfig.max_tokens_per_rank`, or
             the dispatcher's own limit below it.
         tokens: tokens per rank that the times are of.
-        chosen: the candidate that was chosen.
         settings: what the choice went by and all ranks must have in common: the rows of `eprt tune`, where something
             was left to the plan.
         engines: the verdict on every row of `eprt.engines.ENGINES` with this pair; the first that takes a call does

@@ -19,7 +19,6 @@ class Machine:
     """One GPU's peak rates. GB and TFLOP are decimal.
 
     Attributes:
-        memory_gb: of the GPU.
         memory_gb_per_s, bf16_tflop_per_s: peaks, without sparsity.
         link, link_gb_per_s: between GPUs of one host, each way.
     """

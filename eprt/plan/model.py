@@ -128,7 +128,7 @@ def dispatch_estimate(
     """Estimates dispatch + combine of `tokens` on every rank; None where nothing is known (a CPU without rows)."""
     if parallel.world_size == 1:
         return Estimate(0.0, "measured", True, "a world of one moves nothing")
-    modelled = modelled_dispatch(spec, config, parallel, tokens, device, payload)
+    modelled = modelled_dispatch(spec, sent_by(spec, config, parallel, tokens, device, payload), device)
     if not parallel.spans_hosts and parallel.moe_tp_size == 1:
         row = dispatch_time(spec.name, config, tokens, parallel.world_size, device.sm, payload)
         if row is not None:
@@ -136,21 +136,12 @@ def dispatch_estimate(
     return modelled
 
 
-def modelled_dispatch(
-    spec: DispatcherSpec,
-    config: MoEConfig,
-    parallel: ParallelConfig,
-    tokens: int,
-    device: Device,
-    payload: str,
-    share: float | None = None,
-) -> Estimate | None:
-    """Estimates by the model, whatever was measured. `share`: see `sent_by`."""
+def modelled_dispatch(spec: DispatcherSpec, sent: Sent, device: Device) -> Estimate | None:
+    """Estimates by the model, whatever was measured."""
     machine = machine_of(device)
     fit = _dispatch_fits().get(spec.name) if machine else None
     if machine is None or fit is None:
         return None
-    sent = sent_by(spec, config, parallel, tokens, device, payload, share)
     parts = _parts(DISPATCH_TERMS, fit, sent.terms(machine))
     parts[machine.link] = parts.pop("link")
     if sent.network_bytes:
@@ -310,9 +301,7 @@ def experts_samples(name: str) -> Iterator[Sample]:
             config = MoEConfig(
                 row["experts"], row["top_k"], row["hidden"], row["intermediate"], weight_format=row["weight_format"]
             )
-            hit, rows = evenly(config, row["local_experts"], row["tokens"])
-            hit, rows = row.get("hit", hit), row.get("rows", rows)  # what was drawn, if it is known
-            terms = expert_terms(EXECUTORS[name], config, 1, hit, rows, machine)
+            terms = expert_terms(EXECUTORS[name], config, 1, row["hit"], row["rows"], machine)
             kept = kept_format(EXECUTORS[name], config.weight_format)
             yield Sample(sm, terms, row["us"][name], row["weight_format"], kept)
 

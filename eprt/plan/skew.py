@@ -28,7 +28,6 @@ class Demand:
     """The skew of one layer's routing on a placement, as shares of all of the world's tokens.
 
     Attributes:
-        placement: where the experts lie.
         slots: [S] of the tokens that choose each slot.
         ranks: [EP ranks] of the tokens that choose any slot of each.
     """
@@ -128,10 +127,8 @@ def _received(
     """Returns the MB that each rank receives, and the hottest rank's dispatch over that of uniform routing."""
     spec, payload = DISPATCHERS[plan.dispatcher], plan.payload or "bf16"
     shares = demand.rows if spec.sends == "expert" else demand.ranks
-    sent = [sent_by(spec, even, parallel, tokens, device, payload, share) for share in shares]
-    hottest, uniform = (
-        modelled_dispatch(spec, even, parallel, tokens, device, payload, share) for share in (max(shares), None)
-    )
+    *sent, even_sent = (sent_by(spec, even, parallel, tokens, device, payload, share) for share in (*shares, None))
+    hottest, uniform = (modelled_dispatch(spec, each, device) for each in (sent[shares.index(max(shares))], even_sent))
     return [(each.link_bytes + each.network_bytes) / 1e6 for each in sent], _ratio(hottest, uniform)
 
 

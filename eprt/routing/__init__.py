@@ -132,7 +132,6 @@ class Router(nn.Module):
             float32 for `grouped_sigmoid` and `grouped_softmax` and the model's dtype for the others.
         weights: what the routing weights are rounded to: `logits` as the method does on logits of this dtype (Qwen),
             `float32` not at all (Mixtral), `tokens` the dtype of the hidden states whatever the logits' (ERNIE 4.5).
-        token_dtype: of the hidden states, where the router's weight is kept in another (ERNIE 4.5: float32).
 
     Raises:
         ConfigError: shapes that don't fit each other.
@@ -154,14 +153,12 @@ class Router(nn.Module):
         token_table: torch.Tensor | None = None,
         float32_logits: bool | None = None,
         weights: WeightRounding = "logits",
-        token_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.routing, self.top_k = routing, top_k
         in_float32 = routing.method in ("grouped_sigmoid", "grouped_softmax")
         self.float32_logits = in_float32 if float32_logits is None else float32_logits
         self.weights: WeightRounding = weights
-        self._token_dtype = token_dtype
         tensors = {"weight": weight, "bias": bias, "correction_bias": correction_bias, "token_table": token_table}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
@@ -178,11 +175,6 @@ class Router(nn.Module):
         if (method == "hash") != (self.token_table is not None):
             wrong = "needs a token_table [V, K]" if self.token_table is None else "takes no token_table"
             raise ConfigError(f"routing method {method!r} {wrong}")
-
-    @property
-    def token_dtype(self) -> torch.dtype:
-        """Returns the dtype of the hidden states that the model sends here."""
-        return self._token_dtype or self.weight.dtype
 
     def logits(self, hidden: torch.Tensor) -> RouterLogits:
         """Returns RouterLogits [T, E] of hidden states [..., H]. Raises InputError on a wrong width or dtype."""

@@ -48,30 +48,9 @@ TILINGS = (
     Tiling(8192, 128, 128, 64, 132, 8, 4),
     Tiling(1 << 62, 128, 128, 64, 132, 8, 4),
 )
+_MOST_TOKENS = [tiling.max_tokens for tiling in TILINGS]
 # Registers that let a warp have all pieces of a logit in flight; more warps a token were slower.
 CHOICE_REGISTERS = 168
-
-
-class SplitK(NamedTuple):
-    """A tiling applied to one router's weight: its blocks, and how the sum over H is split among programs."""
-
-    block_e: int
-    block_h: int
-    splits: int
-    steps: int
-    stages: int
-
-
-def split_k(tiling: Tiling, E: int, H: int, parts: int = 1) -> SplitK:
-    """Returns blocks no larger than the weight, as many splits of H as give about `tiling.programs` programs, and as
-    many pipeline stages as an SM's shared memory holds."""
-    block_e = min(tiling.block_e, max(16, next_power_of_2(E)))
-    block_h = min(tiling.block_h, max(16, next_power_of_2(H)))
-    blocks = ceil_div(H, block_h)
-    tiles = ceil_div(tiling.max_tokens, tiling.block_t) * ceil_div(E, block_e)
-    steps = ceil_div(blocks, max(1, min(tiling.programs // tiles, blocks)))
-    stage = (tiling.block_t + parts * block_e) * block_h * 2
-    return SplitK(block_e, block_h, ceil_div(blocks, steps), steps, max(1, min(tiling.stages, SHARED_BYTES // stage)))
 
 
 class Rounding(NamedTuple):
@@ -175,17 +154,6 @@ def _choose(kernel: CachedKernel, pieces: torch.Tensor, T: int, top_k: int, *giv
     return TopK(ids, weights)
 
 
-class _Size(NamedTuple):
-    """The kernels of one tiling: the GEMM with its programs per `block_t` tokens; the choice, unless that depends on
-    the dtype of token ids."""
-
-    block_t: int
-    programs: int
-    splits: int
-    gemm: CachedKernel
-    choice: CachedKernel | None
-
-
 class FusedRouter:
     """The GEMM and the choice of experts of one router on one GPU, for bf16 hidden states.
 
@@ -207,16 +175,13 @@ class FusedRouter:
         bias: torch.Tensor | None = None,
         correction_bias: torch.Tensor | None = None,
         token_table: torch.Tensor | None = None,
-        tilings: tuple[Tiling, ...] = TILINGS,
     ) -> None:
         self.device = weight.device
         self._parts = aligned(weight if weight.dtype == torch.bfloat16 else bf16_parts(weight))
         self._shape = (weight.shape[0], weight.shape[1])
         self._bias, self._correction, self._table = map(_contiguous, (bias, correction_bias, token_table))
         self._top_k, self._dtype = top_k, rounding.method
-        self._tilings = tilings
-        self._most = [tiling.max_tokens for tiling in tilings]
-        self._sizes: dict[int, _Size] = {}
+        self._gemms: dict[int, LogitsGemm] = {}  # by the number of the tiling
         self._choices: dict[tuple[int, torch.dtype | None], CachedKernel] = {}
         kinds = map(_dtype, (self._bias, self._correction, None, self._table))
         self._what = Choice(self.device, routing, top_k, self._shape[0], rounding, torch.float32, 0, *kinds)
@@ -225,50 +190,46 @@ class FusedRouter:
         """Returns the TopK of hidden states [T, H] bf16 (and token ids [T] for `hash`), both checked."""
         T = hidden.shape[0]
         token_ids = None if self._table is None else _contiguous(token_ids)
-        pieces, size = self._gemm(hidden, T)
-        kernel = size.choice or self._choice(size.splits, None if token_ids is None else token_ids.dtype)
+        pieces = self._pieces(hidden)
+        kernel = self._choice(pieces.shape[0], None if token_ids is None else token_ids.dtype)
         return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits [T, E] of hidden states [T, H] bf16 that `topk` chooses by."""
         T = hidden.shape[0]
         logits = torch.empty((T, self._shape[0]), dtype=self._dtype, device=self.device)
-        pieces, size = self._gemm(hidden, T)
+        pieces = self._pieces(hidden)
         if T:
-            kernel = prepared_choice(self._logits_of(size.splits))
+            kernel = prepared_choice(self._logits_of(pieces.shape[0]))
             kernel((T, 1, 1), pieces, self._bias, None, None, None, logits, None, None, T, 0)
         return logits
 
     def warmup(self, max_tokens: int, *, logits: bool) -> None:
         """Compiles everything that calls of up to `max_tokens` tokens need, `logits` too if asked for."""
-        for number, most in enumerate(self._most):
-            size = self._size(number)
-            size.gemm.load()
+        for number, most in enumerate(_MOST_TOKENS):
+            gemm = self._gemm(number)
+            gemm.kernel.load()
             for dtype in (None,) if self._table is None else (torch.int32, torch.int64):
-                self._choice(size.splits, dtype).load()
+                self._choice(gemm.splits, dtype).load()
             if logits:
-                prepared_choice(self._logits_of(size.splits)).load()
+                prepared_choice(self._logits_of(gemm.splits)).load()
             if most >= max_tokens:
                 return
 
-    def _gemm(self, hidden: torch.Tensor, T: int) -> tuple[torch.Tensor, _Size]:
-        """Returns partial sums [splits, T, E] of the logits, and the tiling's kernels."""
-        size = self._size(bisect_left(self._most, T))
-        pieces = torch.empty((size.splits, T, self._shape[0]), dtype=torch.float32, device=self.device)
+    def _pieces(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns partial sums [splits, T, E] of the logits."""
+        T = hidden.shape[0]
+        gemm = self._gemm(bisect_left(_MOST_TOKENS, T))
+        pieces = torch.empty((gemm.splits, T, self._shape[0]), dtype=torch.float32, device=self.device)
         if T:
-            size.gemm((ceil_div(T, size.block_t) * size.programs, 1, 1), aligned(hidden), self._parts, pieces, T)
-        return pieces, size
+            gemm.kernel((ceil_div(T, gemm.block_t) * gemm.programs, 1, 1), aligned(hidden), self._parts, pieces, T)
+        return pieces
 
-    def _size(self, number: int) -> _Size:
-        """Returns the kernels of tiling `number`."""
-        found = self._sizes.get(number)
+    def _gemm(self, number: int) -> LogitsGemm:
+        found = self._gemms.get(number)
         if found is None:
-            (E, H), tiling = self._shape, self._tilings[number]
             parts = 1 if self._parts.dim() == 2 else self._parts.shape[0]
-            size = split_k(tiling, E, H, parts)
-            programs, gemm = ceil_div(E, size.block_e) * size.splits, prepared_gemm(self.device, E, H, parts, tiling)
-            choice = None if self._table is not None else self._choice(size.splits, None)
-            found = self._sizes[number] = _Size(tiling.block_t, programs, size.splits, gemm, choice)
+            found = self._gemms[number] = prepared_gemm(self.device, *self._shape, parts, TILINGS[number])
         return found
 
     def _choice(self, splits: int, token_ids: torch.dtype | None) -> CachedKernel:
@@ -283,21 +244,42 @@ class FusedRouter:
         return self._what._replace(routing=None, top_k=1, correction=None, table=None, splits=splits)
 
 
+class LogitsGemm(NamedTuple):
+    """The router GEMM of one weight's shape and one tiling: for every `block_t` tokens it takes `programs` programs,
+    which leave `splits` partial sums over H."""
+
+    kernel: CachedKernel
+    block_t: int
+    programs: int
+    splits: int
+
+
 @cache
-def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> CachedKernel:
-    """Returns the GEMM of this shape, compiled at the first call for it and shared by all layers' routers."""
-    size = split_k(tiling, E, H, parts)
-    constants = {"E": E, "H": H, "PARTS": parts, "SPLITS": size.splits, "STEPS": size.steps}
-    constants |= {"BLOCK_T": tiling.block_t, "BLOCK_E": size.block_e, "BLOCK_H": size.block_h}
-    return CachedKernel(
+def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> LogitsGemm:
+    """Returns the GEMM of this shape, compiled at the first call for it and shared by all layers' routers.
+
+    Its blocks are no larger than the weight. It splits H so often that there are about `tiling.programs` programs, and
+    has as many pipeline stages as an SM's shared memory holds.
+    """
+    block_t, block_e = tiling.block_t, min(tiling.block_e, max(16, next_power_of_2(E)))
+    block_h = min(tiling.block_h, max(16, next_power_of_2(H)))
+    blocks = ceil_div(H, block_h)
+    tiles = ceil_div(tiling.max_tokens, block_t) * ceil_div(E, block_e)
+    steps = ceil_div(blocks, max(1, min(tiling.programs // tiles, blocks)))
+    splits = ceil_div(blocks, steps)
+    stage = (block_t + parts * block_e) * block_h * 2
+    constants = {"E": E, "H": H, "PARTS": parts, "SPLITS": splits, "STEPS": steps}
+    constants |= {"BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_H": block_h}
+    kernel = CachedKernel(
         logits_kernel,
         device,
         (torch.bfloat16, torch.bfloat16, torch.float32, 2),
         constants,
         pdl=True,
         num_warps=tiling.warps,
-        num_stages=size.stages,
+        num_stages=max(1, min(tiling.stages, SHARED_BYTES // stage)),
     )
+    return LogitsGemm(kernel, block_t, ceil_div(E, block_e) * splits, splits)
 
 
 def bf16_parts(weight: torch.Tensor) -> torch.Tensor:

@@ -167,11 +167,8 @@ def test_what_the_weights_are_rounded_to():
 
     assert short(Router(weight, Routing(), K))
     assert not short(Router(weight, Routing(), K, weights="float32"))
-    ernie = {"weights": "tokens", "token_dtype": torch.bfloat16}
-    assert short(Router(weight.float(), Routing("grouped_softmax"), K, **ernie))
+    assert short(Router(weight.float(), Routing("grouped_softmax"), K, weights="tokens"))
     assert not short(Router(weight.float(), Routing("grouped_softmax"), K))
-    assert Router(weight.float(), Routing("grouped_softmax"), K, **ernie).token_dtype == torch.bfloat16
-    assert Router(weight, Routing(), K).token_dtype == torch.bfloat16
 
 
 def test_scaling_is_applied_once_and_leading_dimensions_are_flattened():
