@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +21,12 @@ from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
 from eprt.layer.loading import ExpertLoading
 from eprt.layer.parts import check_kinds, check_parts
-from eprt.layer.rounds import Given, LayerCall, Round, run_engine, run_split
+from eprt.layer.rounds import Given, LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slots import ChosenSlots, Slices
+from eprt.layer.warming import compile_kernels
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
-from eprt.routing import warmup as warmup_routing
 from eprt.support import Device
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
@@ -116,8 +115,7 @@ class ExpertParallelMoE(nn.Module):
         self.engines = make_engines(self, [name for name, verdict in self.plan.engines.items() if verdict])
         self.graphs: LayerGraphs | None = None
         if runtime.layer_graphs:
-            most = runtime.max_tokens_per_rank * world.parallel.attention_tp_size
-            self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, most)
+            self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)
         self._number, self._used = compiled.register(self), False  # not used: what is made lazily may be missing
 
     def _make_executor(self, inside: MoEConfig, experts: ExpertWeights, runtime: RuntimeConfig, layer: int) -> Executor:
@@ -171,12 +169,32 @@ class ExpertParallelMoE(nn.Module):
         if (output := self._by_other_means(given)) is not None:
             return output
         call = self._route(given)
-        return run_split(self, call) if call.engine is None else run_engine(self, call.engine, call)
+        if call.engine is not None:
+            return run_engine(self, call.engine, call)
+        dispatcher = self.dispatcher
+        with self.observe("dispatch"):
+            whole = self._agree(call)
+            capacity = dispatcher.capacity.max_tokens_per_rank
+            sent = dispatcher.send(*(whole if whole.rows <= capacity else whole.part(0, capacity)))
+        try:
+            if self.see is not None:
+                self.see("dispatch", sent)
+            with self.observe("experts"):
+                y = self.executor(sent.tokens, out=dispatcher.output_buffer(sent.handle))
+            with self.observe("shared"):
+                call.dense = None if self.shared is None else self.shared(call.tokens)
+            with self.observe("combine"):
+                y = dispatcher.combine(y, sent.handle)
+                if whole.rows <= capacity:
+                    return self._finish(y, call)
+        finally:
+            sent.handle.close()
+        return run_rounds(self, whole, y, call)
 
     def warmup(self) -> None:
         """Compiles and allocates all that a call needs. Collective; called by `World.warmup(layer)`."""
         self.dispatcher.warmup()
-        self._compile(wait=True)
+        compile_kernels(self.config, self.dispatcher, self.executor, self.router, wait=True)
         row = torch.zeros(1, self.config.input_size, dtype=torch.bfloat16, device=self.world.device)
         if self._slices.several:
             self._slices.whole(row, self.world.parallel.attention_tp_size)
@@ -189,23 +207,7 @@ class ExpertParallelMoE(nn.Module):
         """Starts to compile in other processes what `warmup`, which waits for them, needs; not where one of `earlier`
         needs the same. For a layer after which there is still much to load. Not collective."""
         if all(other.config != self.config for other in earlier):
-            self._compile(wait=False)
-
-    def _compile(self, *, wait: bool) -> None:
-        """Compiles kernels in several processes and loads them; or starts to, if it isn't to wait for them."""
-        dispatcher, executor, device = self.dispatcher, self.executor, self.world.device
-        most = dispatcher.capacity.max_tokens_per_rank
-        routing = partial(warmup_routing, self.config, self.router, most, device, logits=executor.takes_logits)
-        along = nullcontext()
-        if device.type == "cuda":
-            from eprt.compile_ahead import compiled_along  # needs Triton
-
-            along = compiled_along(routing, load=wait)
-        with along:
-            compiled = executor.warmup if wait else executor.start_compiling
-            compiled(dispatcher.max_rows(), dispatcher.spec.padded_top_k(self.config.top_k))
-        if wait:
-            routing()
+            compile_kernels(self.config, self.dispatcher, self.executor, self.router, wait=False)
 
     def load_experts(
         self, weights: ExpertWeights | None, experts: Sequence[int] | None = None, *, agree: bool = True
@@ -262,6 +264,11 @@ class ExpertParallelMoE(nn.Module):
         """Gives back the dispatcher's shared memory. Idempotent."""
         self.dispatcher.close()
 
+    @property
+    def _most_tokens(self) -> int:
+        """Returns the largest R of a caller that one dispatch carries."""
+        return self.dispatcher.capacity.max_tokens_per_rank * self.world.parallel.attention_tp_size
+
     def _by_router(self, hidden_states: torch.Tensor, tokens_per_rank: int) -> torch.Tensor:
         """Makes the call that the layer's graphs record. They pad its rows, so it isn't replayed itself."""
         return self.forward(hidden_states, tokens_per_rank=tokens_per_rank)
@@ -275,8 +282,8 @@ class ExpertParallelMoE(nn.Module):
                 return self.forward(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
         if torch.compiler.is_compiling():
             return compiled.call(self._number, *given)
-        if broken := self._loading.broken:
-            self.dispatcher.refuse(UsageError(broken), tokens_per_rank)
+        if self.broken:
+            self.dispatcher.refuse(UsageError(self.broken), tokens_per_rank)
         if not self._used:
             self.world.require_cold("the first call of a layer")
         graphs, router, unseen = self.graphs, self.router, self.observe is _no_observer and self.see is None

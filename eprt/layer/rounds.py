@@ -1,6 +1,6 @@
-"""One call of a layer: dispatch, experts and combine, or an engine's own form of the three steps.
+"""Batches over the capacity: dispatch, experts and combine in rounds that every rank makes, idle ones too.
 
-A batch over the capacity passes in rounds, which every rank makes, idle ones too.
+Also the calls of an engine, which has its own form of the three steps.
 """
 
 from __future__ import annotations
@@ -73,46 +73,43 @@ class RoundedLayer(Parts, Protocol):
     def _finish(self, y: torch.Tensor, call: LayerCall) -> torch.Tensor: ...
 
 
-def run_split(layer: RoundedLayer, call: LayerCall) -> torch.Tensor:
-    """Makes a whole call by the dispatcher and the executor, in rounds if it is over the capacity."""
-    dispatcher, outputs = layer.dispatcher, list[torch.Tensor]()
-    whole, capacity = None, dispatcher.capacity.max_tokens_per_rank
+def run_rounds(layer: RoundedLayer, whole: Round, first: torch.Tensor, call: LayerCall) -> torch.Tensor:
+    """Makes the rounds that follow the first of a batch over the capacity; returns the output of the whole call.
+
+    Args:
+        whole: all tokens of the call, and the R that the ranks agreed on.
+        first: [capacity, H] sums of the first round.
+    """
+    dispatcher, outputs = layer.dispatcher, [first]
+    capacity = dispatcher.capacity.max_tokens_per_rank
     while True:
+        now = whole.part(len(outputs), capacity)
         with layer.observe("dispatch"):
-            if whole is None:
-                whole = layer._agree(call)
-                now = whole if whole.rows <= capacity else whole.part(0, capacity)
-            else:
-                now = whole.part(len(outputs), capacity)
-                dispatcher.agree(*now, checked=True)
-            sent = dispatcher.send(*now)
+            rows = dispatcher.agree(*now, checked=True)
+            sent = dispatcher.send(now.hidden, now.choice, rows)
         try:
             if layer.see is not None:
                 layer.see("dispatch", sent)
             with layer.observe("experts"):
                 y = layer.executor(sent.tokens, out=dispatcher.output_buffer(sent.handle))
-            if not outputs:
-                with layer.observe("shared"):
-                    call.dense = None if layer.shared is None else layer.shared(call.tokens)
             with layer.observe("combine"):
                 outputs.append(dispatcher.combine(y, sent.handle))
                 if len(outputs) * capacity >= whole.rows:
-                    return layer._finish(torch.cat(outputs) if len(outputs) > 1 else outputs[0], call)
+                    return layer._finish(torch.cat(outputs), call)
         finally:
             sent.handle.close()
 
 
 def run_engine(layer: RoundedLayer, engine: Engine, call: LayerCall) -> torch.Tensor:
     """Makes a whole call by an engine, in rounds if it is over the capacity."""
-    outputs = list[torch.Tensor]()
-    whole, capacity = None, layer.dispatcher.capacity.max_tokens_per_rank
+    outputs, capacity = list[torch.Tensor](), layer.dispatcher.capacity.max_tokens_per_rank
+    whole = Round(call.tokens, call.choice, capacity)
     while True:
         with layer.observe("dispatch"):
-            if whole is None:
+            if not outputs:
                 whole = layer._agree(call)
-                now = whole if whole.rows <= capacity else whole.part(0, capacity)
-            else:
-                now = whole.part(len(outputs), capacity)
+            now = whole if whole.rows <= capacity else whole.part(len(outputs), capacity)
+            if outputs:
                 engine.agree(*now)
             work = engine.begin(*now)
         try:

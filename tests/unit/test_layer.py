@@ -219,7 +219,7 @@ def test_routing_is_warmed_up_for_the_models_experts_not_for_slots(monkeypatch):
     slots = (*range(config.num_experts), 0, 1)  # two experts twice
     weights = cases.make_weights(config).map(lambda tensor: torch.cat([tensor, tensor[:2]]))
     told = []
-    monkeypatch.setattr("eprt.layer.warmup_routing", lambda config, *_, **__: told.append(config))
+    monkeypatch.setattr("eprt.layer.warming.warmup_routing", lambda config, *_, **__: told.append(config))
     with World.from_env("cpu") as world:
         placement = ExpertPlacement(config.num_experts, world.parallel, slots)
         runtime = RuntimeConfig(executor="reference")
