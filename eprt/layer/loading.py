@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from eprt.config import MoEConfig
-from eprt.dispatch import calibrated_scale
+from eprt.dispatch import Dispatcher, calibrated_scale
 from eprt.errors import CapacityError, ConfigError, EprtError, UsageError
+from eprt.experts import Executor
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.weights import ExpertWeights
 from eprt.world import World
 from eprt.world.agree import Header, exchange
 
 T = TypeVar("T")
-
-if TYPE_CHECKING:
-    from eprt.dispatch import Dispatcher
-    from eprt.experts import Executor
 
 
 class ExpertLoading:
@@ -38,11 +35,7 @@ class ExpertLoading:
         self.broken = ""
 
     def run(
-        self,
-        weights: ExpertWeights | None,
-        experts: Sequence[int] | None,
-        placement: ExpertPlacement,
-        agree: bool,
+        self, weights: ExpertWeights | None, experts: Sequence[int] | None, placement: ExpertPlacement, agree: bool
     ) -> None:
         """See `ExpertParallelMoE.load_experts`."""
         shard, before = placement.shard(self._world.rank), self.broken

@@ -102,9 +102,8 @@ class ChosenSlots:
         # On the device: a number of Python's would be a launch more in each call.
         self._nobody = torch.tensor(config.num_experts, dtype=torch.int32, device=world.device)
 
-    def of(self, chosen: TopK | RouterLogits, num_tokens: int, check_values: bool) -> TopK | RouterLogits:
-        """Returns `chosen` as a dispatcher takes it. Logits stay as they are: a kernel that chooses, in a world of one,
-        computes padding for nothing.
+    def of(self, chosen: TopK, num_tokens: int, check_values: bool) -> TopK:
+        """Returns `chosen` as a dispatcher takes it.
 
         Args:
             num_tokens: of the attention-TP group together.
@@ -113,8 +112,6 @@ class ChosenSlots:
         Raises:
             InputError: a routing that can't be this layer's, or padding of another batch.
         """
-        if not isinstance(chosen, TopK):
-            return chosen
         padding = self._world.padding
         if padding is not None and num_tokens:
             chosen = self._without_padding(chosen, padding, num_tokens)
@@ -152,13 +149,11 @@ class ChosenSlots:
 
     def warmup(self) -> None:
         """Compiles the kernels that count and translate."""
-        if self.need_ids:
-            nobody, shape = self._config.num_experts, (1, self._config.top_k)
-            ids = torch.full(shape, nobody, dtype=torch.int32, device=self._world.device)
-            if self._load is not None:
-                self._load.add(ids)
-            if self._table is not None:
-                self._table.slots_of(ids)
+        ids = self._nobody.expand(1, self._config.top_k)
+        if self._load is not None:
+            self._load.add(ids)
+        if self._table is not None:
+            self._table.slots_of(ids)
 
     @property
     def load(self) -> ExpertLoad:
