@@ -1,8 +1,9 @@
 """The published config.json of well-known models: the fields that eprt and its benches read.
 
-`published.json` holds them; gpt-oss-20b's is whole, because tiny checkpoints are made of it. `eprt explain --model
-NAME` and `eprt tune --model NAME` answer from it without any file of the model. Names are those of the Hugging Face
-repositories, in any case, without the organisation. A checkpoint's own config.json takes precedence.
+`published.json` holds them, lists of modules as one pattern; gpt-oss-20b's is whole, because tiny checkpoints are made
+of it. `eprt explain --model NAME` and `eprt tune --model NAME` answer from it without any file of the model. Names are
+those of the Hugging Face repositories, in any case, without the organisation. A checkpoint's own config.json takes
+precedence.
 """
 
 from __future__ import annotations
