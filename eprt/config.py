@@ -15,6 +15,10 @@ WeightFormat = Literal["f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block
 PayloadFormat = Literal["f32", "bf16", "fp8_block", "nvfp4"]
 CombineFormat = Literal["fp8"]
 TokenFormat = Literal["flat", "expert_major"]
+ActivationKind = Literal["swiglu", "geglu", "relu2"]
+OnRankLost = Literal["restart", "continue", "renormalize"]
+Validation = Literal["cheap", "full"]
+Phase = Literal["prefill", "decode"]
 RoutingMethod = Literal[
     "softmax_topk",
     "topk_softmax",
@@ -61,14 +65,13 @@ class Activation:
     `relu2` (not gated, Nemotron-H): `out = relu(up) ** 2`.
     """
 
-    kind: Literal["swiglu", "geglu", "relu2"] = "swiglu"
+    kind: ActivationKind = "swiglu"
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        kinds = ("swiglu", "geglu", "relu2")
-        _require(self.kind in kinds, f"activation kind {self.kind!r}: expected one of {', '.join(kinds)}")
+        _require_name("activation kind", self.kind, ActivationKind)
         for name in ("alpha", "beta"):
             _require(math.isfinite(getattr(self, name)), f"activation {name} {getattr(self, name)}: must be finite")
         finite = self.limit is None or (self.limit > 0 and math.isfinite(self.limit))
@@ -298,10 +301,10 @@ class RuntimeConfig:
     strict_capacity: bool = False
     payload: PayloadFormat | None = None
     combine_payload: CombineFormat | None = None
-    on_rank_lost: Literal["restart", "continue", "renormalize"] = "restart"
+    on_rank_lost: OnRankLost = "restart"
     token_format: TokenFormat | None = None
-    validate: Literal["cheap", "full"] = "cheap"
-    phase: Literal["prefill", "decode"] = "decode"
+    validate: Validation = "cheap"
+    phase: Phase = "decode"
     deterministic: bool = False
     batch_invariant: bool = False
     low_precision_activations: bool = False
@@ -317,12 +320,8 @@ class RuntimeConfig:
         for name, known in formats.items():
             if (found := getattr(self, name)) is not None:
                 _require_name(name, found, known)
-        _require(
-            self.on_rank_lost in ("restart", "continue", "renormalize"),
-            f"on_rank_lost {self.on_rank_lost!r}: expected 'restart', 'continue' or 'renormalize'",
-        )
-        _require(self.validate in ("cheap", "full"), f"validate {self.validate!r}: expected 'cheap' or 'full'")
-        _require(self.phase in ("prefill", "decode"), f"phase {self.phase!r}: expected 'prefill' or 'decode'")
+        for name, known in {"on_rank_lost": OnRankLost, "validate": Validation, "phase": Phase}.items():
+            _require_name(name, getattr(self, name), known)
 
     @property
     def may_leave_out(self) -> bool:

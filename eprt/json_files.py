@@ -77,7 +77,7 @@ def _require_few(raw: bytes | bytearray) -> None:
     """Each value but the first comes after a comma or a bracket, so that they are counted before any is made."""
     found = raw.count(b",") + raw.count(b"[") + raw.count(b"{")  # those in strings count, too
     if found > MAX_VALUES:
-        _refuse(f"about {found} values: expected at most {MAX_VALUES} in one file")
+        raise _RefusedError(f"about {found} values: expected at most {MAX_VALUES} in one file")
 
 
 def _require_shallow(raw: bytes | bytearray) -> None:
@@ -87,26 +87,22 @@ def _require_shallow(raw: bytes | bytearray) -> None:
             depth += 1 if byte in b"[{" else -1
             deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:
-        _refuse(f"nested {deepest} deep: expected at most {MAX_DEPTH}")
+        raise _RefusedError(f"nested {deepest} deep: expected at most {MAX_DEPTH}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        _refuse(f"key {shown(name)} appears twice: expected it once")
+        raise _RefusedError(f"key {shown(name)} appears twice: expected it once")
     return found
 
 
 def _integer(digits: str) -> int:
     if len(digits.lstrip("-")) > MAX_DIGITS:
-        _refuse(f"an integer of {len(digits)} digits: expected at most {MAX_DIGITS}")
+        raise _RefusedError(f"an integer of {len(digits)} digits: expected at most {MAX_DIGITS}")
     return int(digits)
 
 
 def _constant(name: str) -> NoReturn:
-    _refuse(f"{name} is not JSON: expected a finite number")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise _RefusedError(message)
+    raise _RefusedError(f"{name} is not JSON: expected a finite number")

@@ -27,19 +27,18 @@ FP8_BLOCK = 128  # DeepSeek's 128 x 128 float32 block scales
 INT4_GROUPS = (32, 64, 128)  # columns that share a scale; or the whole row does
 INT4_ZERO = 8  # the code of 0 where a matrix has no zero points of its own
 
-_PLAIN = (torch.bfloat16, torch.float32)
+PLAIN = (torch.bfloat16, torch.float32)
 
 M = TypeVar("M", bound="Matrix")
 
 
 @dataclass(frozen=True)
 class Matrix(ABC):
-    """Base class of the number formats. Subclasses list their tensors; the leading dimension is always L."""
+    """Base class of the number formats. Subclasses list their tensors [L, ...]; None as default: it may be missing."""
 
     format: ClassVar[tuple[WeightFormat, ...]]
     whole_columns: ClassVar[int] = 1  # the format has no way to write a number of columns that this doesn't divide
     values_per_element: ClassVar[int] = 1  # of the tensor in the first field
-    optional: ClassVar[tuple[str, ...]] = ()  # fields that may be None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -70,7 +69,7 @@ class Matrix(ABC):
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def check(self, name: str, num_local: int, rows: int, cols: int, parts: int) -> None:
         """Raises ConfigError naming the tensor unless every field has the documented shape and dtype."""
@@ -80,9 +79,10 @@ class Matrix(ABC):
                 "one scale's worth"
             )
         tensors = self.tensors()
+        optional = {field.name for field in dataclasses.fields(self) if field.default is None}
         for field, (shape, dtype) in self.expected(rows, cols, parts).items():
             tensor = tensors.get(field)
-            if tensor is None and field in self.optional:
+            if tensor is None and field in optional:
                 continue
             if tensor is None:
                 raise ConfigError(f"{name}.{field} is missing: {type(self).__name__} weights need it")
@@ -104,7 +104,7 @@ class Dense(Matrix):
     format = ("bf16", "f32")
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        dtype = self.data.dtype if self.data.dtype in _PLAIN else torch.bfloat16
+        dtype = self.data.dtype if self.data.dtype in PLAIN else torch.bfloat16
         return {"data": ((rows, cols), dtype)}
 
 
@@ -138,7 +138,6 @@ class Nvfp4(Matrix):
     global_scale: torch.Tensor
     input_scale: torch.Tensor | None = None
     format = ("nvfp4",)
-    optional = ("input_scale",)
     values_per_element = 2
     whole_columns = NVFP4_BLOCK
 
@@ -159,7 +158,6 @@ class Fp8Tensor(Matrix):
     scale: torch.Tensor
     input_scale: torch.Tensor | None = None
     format = ("fp8_tensor",)
-    optional = ("input_scale",)
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         scale = (parts,), torch.float32
@@ -208,7 +206,6 @@ class Int4(Matrix):
     format = ("int4",)
     values_per_element = 2
     whole_columns = 2
-    optional = ("zeros",)
 
     @property
     def group(self) -> int:
@@ -217,7 +214,7 @@ class Int4(Matrix):
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         group = self.group if self.group in INT4_GROUPS and cols % self.group == 0 else cols
-        dtype = self.scales.dtype if self.scales.dtype in _PLAIN else torch.bfloat16
+        dtype = self.scales.dtype if self.scales.dtype in PLAIN else torch.bfloat16
         grid = rows, cols // group
         return {"codes": ((rows, cols // 2), torch.uint8), "scales": (grid, dtype), "zeros": (grid, torch.uint8)}
 
@@ -264,8 +261,8 @@ class ExpertWeights:
 
     @property
     def nbytes(self) -> int:
-        biases = [b for b in (self.gate_up_bias, self.down_bias) if b is not None]
-        return self.gate_up.nbytes + self.down.nbytes + sum(b.numel() * b.element_size() for b in biases)
+        biases = [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
+        return self.gate_up.nbytes + self.down.nbytes + sum(bias.nbytes for bias in biases)
 
     def order_fingerprint(self) -> str:
         """Returns a short text that differs where `hidden_order` does."""
@@ -286,14 +283,13 @@ class ExpertWeights:
         for name, matrix in given.items():
             if not isinstance(matrix, Matrix):
                 raise ConfigError(f"{name} is {type(matrix).__name__}: expected a matrix type of eprt.weights")
-        width = shard.slice_intermediate(config.intermediate_size)
-        intermediate = width.stop - width.start
-        parts = config.activation.parts
-        for name, matrix in (("gate_up", self.gate_up), ("down", self.down)):
             if config.weight_format not in matrix.format:
                 raise ConfigError(
                     f"{name} is {type(matrix).__name__}: the config's weight_format is {config.weight_format!r}"
                 )
+        width = shard.slice_intermediate(config.intermediate_size)
+        intermediate = width.stop - width.start
+        parts = config.activation.parts
         L, H = shard.num_local_experts, config.hidden_size
         if self.hidden_order is not None and not torch.equal(self.hidden_order.sort().values.cpu(), torch.arange(H)):
             raise ConfigError(f"hidden_order: expected each of {H} columns of the hidden states once, in int64")
@@ -305,7 +301,7 @@ class ExpertWeights:
         ):
             if (bias is not None) != config.bias:
                 raise ConfigError(f"{name} is {'set' if bias is not None else 'missing'}: config.bias is {config.bias}")
-            if bias is not None and (tuple(bias.shape) != (L, cols) or bias.dtype not in _PLAIN or bias.is_meta):
+            if bias is not None and (tuple(bias.shape) != (L, cols) or bias.dtype not in PLAIN or bias.is_meta):
                 found = f"{tuple(bias.shape)} {bias.dtype} on {bias.device}"
                 raise ConfigError(f"{name} is {found}: expected {(L, cols)} bfloat16 or float32 in memory")
 
@@ -371,7 +367,7 @@ def _check_dense(name: str, found: object, shape: tuple[int, ...] | None, first:
         problem = f"{'missing' if found is None else type(found).__name__}: expected a tensor {shape}"
     elif tuple(found.shape) != shape:
         problem = f"{tuple(found.shape)}: the config says {shape}"
-    elif found.dtype not in _PLAIN:
+    elif found.dtype not in PLAIN:
         problem = f"{found.dtype}: expected bfloat16 or float32, as the tokens have"
     elif found.dtype != first.dtype:
         problem = f"{found.dtype}: expected {first.dtype}, as the others; use .to({first.dtype})"

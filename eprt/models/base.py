@@ -18,9 +18,7 @@ from eprt.models.schemes import Scheme, scheme_of
 from eprt.models.shards import require_finite
 from eprt.placement import ExpertShard
 from eprt.routing import Router, WeightRounding
-from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
-
-PLAIN = (torch.bfloat16, torch.float32)
+from eprt.weights import PLAIN, ExpertWeights, LatentWeights, SharedExpertWeights
 
 
 class ModelFamily(ABC):
@@ -80,7 +78,7 @@ class ModelFamily(ABC):
     def load_experts(self, checkpoint: Checkpoint, layer: int, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
         """Reads this rank's experts, and no other bytes, into canonical order."""
         prefix = f"{self.block(checkpoint, layer)}.experts"
-        names = ExpertNames(prefix, config.num_experts, self.aliases, self.stacked, self.transposed)
+        names = ExpertNames(prefix, self.aliases, self.stacked, self.transposed)
         return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer, config.num_experts))
 
     def scheme(self, checkpoint: Checkpoint, layer: int, num_experts: int) -> Scheme:

@@ -108,8 +108,8 @@ class DeepseekV4(FieldFamily):
         kinds = listed(hf, "mlp_layer_types", str)
         if kinds is None:
             return layer < integer(hf, "num_hash_layers")
-        if len(kinds) <= layer or kinds[layer] not in ("moe", "hash_moe"):
-            found = kinds[layer] if layer < len(kinds) else f"{len(kinds)} entries"
+        found = kinds[layer] if layer < len(kinds) else f"{len(kinds)} entries"
+        if found not in ("moe", "hash_moe"):
             words = f"mlp_layer_types has {shown(found)} for layer {layer}: expected moe or hash_moe"
             raise ConfigError(f"{where(hf)}: {words}")
-        return kinds[layer] == "hash_moe"
+        return found == "hash_moe"

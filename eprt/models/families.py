@@ -130,7 +130,7 @@ class GraniteMoe(FieldFamily):
         block = self.block(checkpoint, layer)
         if f"{block}.input_linear.weight" not in checkpoint:
             return super().load_experts(checkpoint, layer, config, shard)
-        names = ExpertNames(block, config.num_experts, self.aliases, self.linears)
+        names = ExpertNames(block, self.aliases, self.linears)
         return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer, config.num_experts))
 
 
@@ -229,15 +229,14 @@ class NemotronH(FieldFamily):
     settings: ClassVar[dict[str, object]] = {"mlp_hidden_act": "relu2", "mlp_bias": False}
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
-        kinds = listed(hf, "layers_block_type", str)
-        pattern = hf.get("hybrid_override_pattern")
-        if isinstance(layers := pattern if kinds is None else kinds, (str, list)) and len(layers) > MAX_LAYERS:
-            raise ConfigError(f"{where(hf)}: {len(layers)} layers: expected at most {MAX_LAYERS}")
-        if kinds is not None:
-            return [layer for layer, kind in enumerate(kinds) if kind == "moe"]
-        if not isinstance(pattern, str):
-            raise ConfigError(f"{where(hf)}: field layers_block_type or hybrid_override_pattern is missing")
-        return [layer for layer, kind in enumerate(pattern) if kind == "E"]
+        kinds, sparse = listed(hf, "layers_block_type", str), "moe"
+        if kinds is None:
+            kinds, sparse = hf.get("hybrid_override_pattern"), "E"
+            if not isinstance(kinds, str):
+                raise ConfigError(f"{where(hf)}: field layers_block_type or hybrid_override_pattern is missing")
+        if len(kinds) > MAX_LAYERS:
+            raise ConfigError(f"{where(hf)}: {len(kinds)} layers: expected at most {MAX_LAYERS}")
+        return [layer for layer, kind in enumerate(kinds) if kind == sparse]
 
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
         config = super().moe_config(hf, layer)

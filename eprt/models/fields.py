@@ -349,9 +349,6 @@ def _words(scheme: Scheme) -> Stored:
     if scheme.zeros:
         fields.append(field("zeros", ("qzeros",), _INT32, 8, group, zeros))
     else:
-
-        def shape(rows: int, cols: int) -> tuple[int, ...]:
-            return cols // (group or cols), rows // 8
-
-        claims.append(Claim("qzeros", _INT32, shape, partial(_symmetric_zeros, zeros)))
+        require = partial(_symmetric_zeros, zeros)
+        claims.append(Claim("qzeros", _INT32, lambda rows, cols: (cols // (group or cols), rows // 8), require))
     return Stored(Int4, tuple(fields)) if awq else _grouped(scheme, fields, claims, "g_idx")

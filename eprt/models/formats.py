@@ -19,7 +19,7 @@ from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.fields import WHOLE_ROW, Claim, Field, Part, Stored, stored_as
+from eprt.models.fields import WHOLE_ROW, Field, Part, Stored, stored_as
 from eprt.models.hf_config import flatten
 from eprt.models.schemes import Scheme, scheme_of
 from eprt.models.shards import Index
@@ -34,7 +34,7 @@ from eprt.weights import FP8_BLOCK, ExpertWeights, Int4, Matrix
 class Location:
     """A place where a field of one part may be.
 
-    It is a tensor of its own, or chunk `chunk` of `chunks` along the rows of entry `lead[0]` of a stacked tensor.
+    It is a tensor of its own, or chunk `chunk` of `chunks` along the rows of entry `expert` of a stacked tensor.
 
     Attributes:
         transposed: the last two dimensions are [in, out].
@@ -43,8 +43,7 @@ class Location:
     """
 
     name: str
-    lead: tuple[int, ...] = ()
-    lead_shape: tuple[int, ...] = ()
+    expert: int | None = None
     chunk: int = 0
     chunks: int = 1
     transposed: bool = False
@@ -58,14 +57,12 @@ class ExpertNames:
 
     Attributes:
         prefix: e.g. `model.layers.3.mlp.experts`.
-        num_experts: E.
         aliases: module names of each part where experts are apart: `<prefix>.<expert>.<alias>.weight`.
         stacked: of each part, where all experts are one tensor: (name, chunk, chunks), `<prefix>.<name>`.
         transposed: whether that tensor is [E, in, out].
     """
 
     prefix: str
-    num_experts: int
     aliases: dict[Part, tuple[str, ...]]
     stacked: dict[Part, tuple[str, int, int]]
     transposed: bool = False
@@ -83,26 +80,23 @@ class ExpertNames:
         for suffix in field.suffixes:
             ending = "" if suffix == "weight" else "_" + suffix.removeprefix("weight_")
             stacked = f"{self.prefix}.{name}{ending}"
-            apart.append(Location(stacked, (expert,), (self.num_experts,), chunk, chunks, self.transposed))
+            apart.append(Location(stacked, expert, chunk, chunks, self.transposed))
         return apart
-
-
-Locate = Callable[[int, Part, Field], list[Location]]
 
 
 def load_experts(
     checkpoint: Checkpoint, names: ExpertNames, config: MoEConfig, shard: ExpertShard, scheme: Scheme
 ) -> ExpertWeights:
     """Reads this rank's experts. Raises CheckpointError or ConfigError unless all of it is right."""
-    stored = stored_as(scheme)
+    stored, E = stored_as(scheme), config.num_experts
     for alias in names.aliases["down"]:
-        extra = f"{names.prefix}.{names.num_experts}.{alias}.{stored.fields[0].suffixes[0]}"
+        extra = f"{names.prefix}.{E}.{alias}.{stored.fields[0].suffixes[0]}"
         if extra in checkpoint:
-            raise CheckpointError(f"{checkpoint.where(extra)}: config.json says there are {names.num_experts} experts")
-    width = shard.slice_intermediate(config.intermediate_size)
+            raise CheckpointError(f"{checkpoint.where(extra)}: config.json says there are {E} experts")
     H, I = config.hidden_size, config.intermediate_size
+    width = shard.slice_intermediate(I)
     first: tuple[Part, ...] = ("gate", "up") if config.activation.gated else ("up",)
-    reader = MatrixReader(checkpoint, stored, names.locate, shard.experts, config.num_experts)
+    reader = MatrixReader(checkpoint, stored, names.locate, shard.experts, E)
     across, along = Extent((I, H), width, slice(0, H)), Extent((H, I), slice(0, H), width)
     gate_up, down = reader.read(first, across), reader.read(("down",), along)
     if isinstance(gate_up, Int4) and (inner := reader.orders(("down",), along)) is not None:
@@ -129,12 +123,13 @@ class MatrixReader:
         stored: the fields of the number format, as the config says it.
         locate: the places of a field of a part of an expert, in the order in which they are tried.
         experts: this rank's, in the order of its slots.
-        num_experts: counts those of all ranks, any of which may show that an optional field exists.
+        num_experts: counts those of all ranks, which stacked tensors hold, and any of which may show that an optional
+            field exists.
     """
 
     checkpoint: Checkpoint
     stored: Stored
-    locate: Locate
+    locate: Callable[[int, Part, Field], list[Location]]
     experts: Sequence[int]
     num_experts: int
     _orders: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
@@ -181,7 +176,7 @@ class MatrixReader:
         Raises:
             CheckpointError: the tensor of a local expert says another order than expert 0's.
         """
-        if self.orders(parts, extent) is None and (not self.stored.order or self.experts[0] == 0):
+        if not self.stored.order:
             return None
         cols = extent.size[1]
         base, first = self._order(0, parts[0], cols)
@@ -197,23 +192,27 @@ class MatrixReader:
 
     def _order(self, expert: int, part: Part, cols: int) -> tuple[torch.Tensor, str]:
         """Returns the order of one matrix's columns, and the head of a message about it."""
-        places = self.locate(expert, part, self.stored.fields[0])
-        names = [f"{place.name.rpartition('.')[0]}.{self.stored.order}" for place in places if not place.lead]
-        name = self.checkpoint.first(*names)
+        name = self.checkpoint.first(*self._beside(expert, part, self.stored.order))
         where = self.checkpoint.where(name)
         if name not in self._orders:  # asked for by each matrix's columns, by the rows before it, and across experts
             groups = self.checkpoint.read(name, shape=(cols,), dtypes=(torch.int32,))
             self._orders[name] = _column_order(groups, self.stored.group, where)
         return self._orders[name], where
 
+    def _beside(self, expert: int, part: Part, suffix: str) -> list[str]:
+        """Returns the names that a tensor beside a part's matrix may have."""
+        places = self.locate(expert, part, self.stored.fields[0])
+        return [f"{place.name.rpartition('.')[0]}.{suffix}" for place in places if place.expert is None]
+
     def _check(self, parts: tuple[Part, ...], extent: Extent) -> None:
         """Reads what describes each of the local experts' matrices. Raises CheckpointError unless it is true."""
-        for expert in self.experts if self.stored.claims else ():
-            for part in parts:
-                places = self.locate(expert, part, self.stored.fields[0])
-                for claim in self.stored.claims:
-                    names = [place.name.rpartition(".")[0] + f".{claim.suffix}" for place in places if not place.lead]
-                    check_claim(self.checkpoint, claim, names, extent.size)
+        for expert, part, claim in itertools.product(self.experts, parts, self.stored.claims):
+            names = self._beside(expert, part, claim.suffix)
+            if claim.optional and not any(name in self.checkpoint for name in names):
+                continue
+            name = self.checkpoint.first(*names)
+            values = self.checkpoint.read(name, shape=claim.shape(*extent.size), dtypes=claim.dtypes)
+            claim.require(values, self.checkpoint.where(name), extent.size)
 
     def _exists(self, field: Field, parts: tuple[Part, ...]) -> bool:
         places = (place for e in range(self.num_experts) for part in parts for place in self.locate(e, part, field))
@@ -255,8 +254,10 @@ class MatrixReader:
         if place.group:
             grouped = _entries(extent.cols, width, field.cols * place.group, where)
             index, shape = (index[0], grouped), (shape[0], shape[1] // place.group, place.group)
-        self.checkpoint.require(name, shape=(*place.lead_shape, *shape), dtypes=field.dtypes)
-        return place, (*place.lead, *index)
+        if place.expert is not None:
+            index, shape = (place.expert, *index), (self.num_experts, *shape)
+        self.checkpoint.require(name, shape=shape, dtypes=field.dtypes)
+        return place, index
 
     def _read(self, field: Field, piece: tuple[Location, Index]) -> torch.Tensor:
         place, index = piece
@@ -322,15 +323,6 @@ def _sort_rows(matrix: Int4, orders: torch.Tensor, parts: int) -> None:
     for tensor in matrix.tensors().values():
         for of_expert, order in zip(tensor.unflatten(1, (parts, -1)), orders, strict=True):
             of_expert.copy_(of_expert[:, order])
-
-
-def check_claim(checkpoint: Checkpoint, claim: Claim, names: list[str], size: tuple[int, int]) -> None:
-    """Reads the first of `names` that is there, whole. Raises CheckpointError unless it says what the claim asks."""
-    if claim.optional and not any(name in checkpoint for name in names):
-        return
-    name = checkpoint.first(*names)
-    values = checkpoint.read(name, shape=claim.shape(*size), dtypes=claim.dtypes)
-    claim.require(values, checkpoint.where(name), size)
 
 
 def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, cols: int) -> torch.Tensor:

@@ -14,13 +14,13 @@ import torch
 
 from eprt.config import Activation, MoEConfig, Routing
 from eprt.errors import ConfigError
-from eprt.models.base import PLAIN, FieldFamily
+from eprt.models.base import FieldFamily
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import FORMATS, Field, Part
 from eprt.models.formats import Extent, Location, MatrixReader, split_alternating
 from eprt.models.hf_config import real
 from eprt.placement import ExpertShard
-from eprt.weights import MX_BLOCK, ExpertWeights
+from eprt.weights import MX_BLOCK, PLAIN, ExpertWeights
 
 
 class GptOss(FieldFamily):
@@ -55,7 +55,7 @@ class GptOss(FieldFamily):
             ]
             return torch.stack(rows)
 
-        locate = partial(_locate, prefix, E)
+        locate = partial(_locate, prefix)
         reader = MatrixReader(checkpoint, FORMATS[config.weight_format], locate, shard.experts, E)
         weights = ExpertWeights(
             reader.read(("up",), Extent((2 * I, H), both, slice(0, H))),
@@ -67,11 +67,11 @@ class GptOss(FieldFamily):
         return weights
 
 
-def _locate(prefix: str, num_experts: int, expert: int, part: Part, field: Field) -> list[Location]:
+def _locate(prefix: str, expert: int, part: Part, field: Field) -> list[Location]:
     """Returns the only place of a field. Part "up" is gate and up, whose rows alternate."""
     down = part == "down"
     name = f"{prefix}.{'down' if down else 'gate_up'}_proj"
-    place = Location(name, (expert,), (num_experts,), alternating=not down)
+    place = Location(name, expert, alternating=not down)
     if field.name == "data":
         return [replace(place, transposed=True)]
     ending, group = ("_blocks", MX_BLOCK // 2) if field.name == "codes" else ("_scales", 0)

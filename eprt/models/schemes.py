@@ -276,14 +276,13 @@ def _said(scheme: Scheme) -> str:
     return f"{scheme.format} (groups of {scheme.group})" if scheme.format == "int4" else scheme.format
 
 
-def _matches(names: Iterable[str], listed: list[str], where: str) -> bool:
+def _matches(names: Modules, listed: list[str], where: str) -> bool:
     """Tells whether a list names one of `names`, as compressed-tensors does: whole, or by `re:` and a regular
     expression that fits its beginning.
 
     Raises:
         ConfigError: an expression that isn't one, or whose time could explode.
     """
-    names = tuple(names)
     if not set(names).isdisjoint(listed):
         return True
     expressions = [item.removeprefix(_EXPRESSION) for item in listed if item.startswith(_EXPRESSION)]

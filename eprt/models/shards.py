@@ -11,7 +11,6 @@ that appears twice, of which the library takes the last, is refused here.
 from __future__ import annotations
 
 import os
-import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -41,7 +40,6 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_E4M3_NANS = (0x7F, 0xFF)
 
 Index = tuple[int | slice, ...]
 
@@ -134,7 +132,7 @@ class Shard:
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
             raise CheckpointError(f"{self.path}: {_INCOMPLETE}: it has {size} bytes")
-        (length,) = struct.unpack("<Q", self._bytes_at(0, 8))
+        length = int.from_bytes(self._bytes_at(0, 8), "little")
         if length > size - 8:
             raise CheckpointError(f"{self.path}: {_INCOMPLETE}: a header of {length} bytes in a file of {size}")
         if length > MAX_HEADER_BYTES:
@@ -195,8 +193,7 @@ def require_finite(tensor: torch.Tensor, where: str, ranges: list[range] | None 
 
 def _finite(part: torch.Tensor) -> bool:
     if part.dtype == torch.float8_e4m3fn:
-        high, high_unsigned = part.view(torch.int8).max(), part.view(torch.uint8).max()
-        return int(high) != _E4M3_NANS[0] and int(high_unsigned) != _E4M3_NANS[1]
+        return int(part.view(torch.int8).max()) != 0x7F and int(part.view(torch.uint8).max()) != 0xFF  # its two NaNs
     if not part.dtype.is_floating_point or part.dtype == torch.float8_e8m0fnu:  # scales have a check of their own
         return True
     low, high = torch.aminmax(part)  # both are NaN if one is

@@ -1,9 +1,6 @@
-"""The block formats on raw tensors: FP8 (E4M3) with float32 scales, OCP MXFP8 and MXFP4, NVFP4.
+"""The number formats of `eprt.weights` on raw tensors; and FP8 with a float32 scale per 128 values of a token.
 
-- FP8 has one float32 scale per matrix, per row, per 128 x 128 block, or per 128 values of a token.
-- MXFP8 and MXFP4 (OCP MX v1.0) have one E8M0 scale for 32 elements along the last dimension, which is whole blocks.
-- INT4 has one bf16 or float32 scale, and a zero point or 8, for a group of columns: value = (code - zero) * scale.
-- NVFP4 has one E4M3 scale for 16 E2M1 elements, and a float32 scale above: value = e2m1(code) * scale * global_scale.
+MXFP8, MXFP4, NVFP4 and INT4 take whole blocks along the last dimension.
 """
 
 from __future__ import annotations
