@@ -25,6 +25,7 @@ from eprt.bench.layer import graph_safe, random_layer, shape_config
 from eprt.bench.timing import clocked_phases, samples, settle
 from eprt.config import RuntimeConfig
 from eprt.timing import host_stopwatch
+from eprt.world.wire import gather_values
 
 MODELS = {"gpt-oss": "gpt-oss-120b", "qwen3": "qwen3-30b-a3b", "deepseek-v3": "deepseek-v3-fp8"}
 TOKENS = tuple(int(count) for count in os.environ.get("TOKENS", "1 32").split())
@@ -50,10 +51,8 @@ def measure(world: Any, layer: Any, tokens: int) -> dict[str, Any]:
     with clocked_phases([layer]) as phases:
         calls(10, 10)
     if graph_safe(layer):
-        ranks: list[Any] = [None] * world.size
         times = samples(world, lambda: layer(x, tokens_per_rank=tokens), graph=True, rounds=20, repeats=5)
-        torch.distributed.all_gather_object(ranks, median(times))
-        found["graph_us"] = max(ranks)
+        found["graph_us"] = max(gather_values(world, median(times)))
     return {name: round(us, 1) for name, us in found.items()} | {
         "phases": {phase: round(median(us), 1) for phase, us in phases.items()}
     }

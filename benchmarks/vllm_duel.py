@@ -36,8 +36,8 @@ def main() -> int:
     options.add_argument("--prefill", type=int, default=0, help="also: so many prompts of 1024 tokens, one token each")
     options.add_argument("--mixed", type=int, default=0, help="also: so many prompts of 512 tokens, 64 tokens each")
     options.add_argument("--all2all", help="vLLM's all2all backend; default its own choice")
-    arguments = duel.parsed(options)
-    return duel.play(arguments, "vLLM", ENTRY, run, most_tokens(arguments), limit)
+    options.set_defaults(alone=0, turns=None, environment={})  # what vllm_invariant.py asks of an engine
+    return duel.play(options, "vLLM", ENTRY, run, most_tokens, limit)
 
 
 def limit(model: str, what: str, batch: int, *, one_gpu: bool) -> float:

@@ -22,15 +22,10 @@ PREFILL, MIXED, MIXED_OUT = 1024, 512, 64  # tokens of a prompt; and of an answe
 ALONE = 12  # sequences of a batch that are run again, each alone
 
 
-def compared(a: argparse.Namespace) -> int:
-    """Returns how many sequences vllm_invariant.py compares."""
-    return getattr(a, "alone", 0)
-
-
 def shares(a: argparse.Namespace) -> bool:
     """Returns whether several engines of vllm_invariant.py share the GPU. Their batches have few tokens at once, for
     which few kernels have to be compiled."""
-    return getattr(a, "turns", None) is not None
+    return a.turns is not None
 
 
 def from_files(a: argparse.Namespace) -> bool:
@@ -70,7 +65,7 @@ def measure(log: Path, a: argparse.Namespace, folder: Path, rank: int, meet: Any
         llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
     loads = Loads(llm, rank, a, meet)
-    rows = loads.alone(compared(a))
+    rows = loads.alone(a.alone)
     wait_for_engines(a)
     for batch in a.batches:
         with in_turn(a):
@@ -109,7 +104,7 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
     """Returns vLLM's arguments: the same for both sides, but for the backend of vLLM's own experts."""
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "enforce_eager": True}
     if a.device == "cuda":
-        sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches, max(1, compared(a))})}
+        sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches, max(1, a.alone)})}
         settings = {"gpu_memory_utilization": 0.85 if a.dp == a.tp == 1 else 0.8, "compilation_config": sizes}
     if shares(a) and a.device == "cuda":
         settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 3 << 30}
@@ -124,7 +119,7 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
         "load_format": "auto" if from_files(a) else "dummy",
         "dtype": "bfloat16",
         "max_model_len": 256 if a.tiny else 2048,
-        "max_num_seqs": max([*a.batches, a.mixed, compared(a)]),
+        "max_num_seqs": max([*a.batches, a.mixed, a.alone]),
         "max_num_batched_tokens": most_tokens(a),
         "tensor_parallel_size": a.tp,
         "enable_expert_parallel": a.dp > 1,
@@ -246,7 +241,7 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
         "VLLM_PLUGINS": plugin,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `lively` travels to our own engine
         "EPRT_LOG": "INFO",
-        **getattr(a, "environment", {}),
+        **a.environment,
     }
     context = mp.get_context("spawn")
     meet = context.Barrier(a.dp)
