@@ -21,8 +21,11 @@ from typing import Any
 
 from vllm_models import LAYERS, MODELS, make_model
 
+from eprt.bench.report import Report
+
 READY_S = 60.0  # of a start, seconds beyond the engine's own
 Limit = Callable[..., float]
+Most = Callable[[argparse.Namespace], int]
 Run = Callable[[str, argparse.Namespace, Path, Path, int], list[dict[str, Any]]]
 
 
@@ -49,13 +52,6 @@ def parser(doc: str, engine: str) -> argparse.ArgumentParser:
     add("--logs", type=Path, help="folder for the engines' logs; default a temporary one")
     add("--json", type=Path)
     return found
-
-
-def parsed(options: argparse.ArgumentParser) -> argparse.Namespace:
-    arguments = options.parse_args()
-    if arguments.resume and not arguments.json:
-        options.error("--resume needs --json")
-    return arguments
 
 
 def warm(a: argparse.Namespace, folder: Path, most: int) -> str:
@@ -117,18 +113,20 @@ def findable(folder: Path, group: str, hook: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), root, os.environ.get("PYTHONPATH", "")]))
 
 
-def play(a: argparse.Namespace, engine: str, entry: tuple[str, str], run: Run, most: int, limit: Limit) -> int:
+def play(
+    options: argparse.ArgumentParser, engine: str, entry: tuple[str, str], run: Run, most_tokens: Most, limit: Limit
+) -> int:
     """Runs every engine in turn. Returns the exit status.
 
     Args:
         engine: its name; and, in small letters, that of the report.
         entry: the plugin's group and hook.
-        most: the largest batch of tokens.
+        most_tokens: returns the largest batch of tokens.
         limit: (model, what, batch, one_gpu=) -> the most that eprt's time may be of the engine's own.
     """
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from eprt.bench.report import Report
-
+    a = options.parse_args()
+    if a.resume and not a.json:
+        options.error("--resume needs --json")
     scratch = Path(tempfile.mkdtemp(prefix=f"{engine.lower()}-duel-"))
     logs: Path = a.logs or scratch / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -143,7 +141,7 @@ def play(a: argparse.Namespace, engine: str, entry: tuple[str, str], run: Run, m
     for model in a.models:
         one = argparse.Namespace(**vars(a), model=model)
         one.layers = a.layers or LAYERS[model]
-        failed |= not duel(one, report, logs, run, most)
+        failed |= not duel(one, report, logs, run, most_tokens(one))
     if a.warm != "only":
         verdicts = compare(report.rows, engine, limit)
         report.notes.extend(verdicts)
@@ -153,7 +151,7 @@ def play(a: argparse.Namespace, engine: str, entry: tuple[str, str], run: Run, m
     return 1 if failed else 0
 
 
-def duel(a: argparse.Namespace, report: Any, logs: Path, run: Run, most: int) -> bool:
+def duel(a: argparse.Namespace, report: Report, logs: Path, run: Run, most: int) -> bool:
     """Runs all engines of one model, their rows into the report. Returns whether every engine ran."""
     begin = time.monotonic()
     folder = make_model(a.model, a.layers, a.models_in, tiny=a.tiny)
@@ -164,9 +162,7 @@ def duel(a: argparse.Namespace, report: Any, logs: Path, run: Run, most: int) ->
     if a.warm != "no" and any(plugin == "eprt" for _, plugin in turns):
         say(f"{a.model}: {warm(a, folder, most)}")
     graphs = "on" if a.device == "cuda" else "off"
-    note = f"{a.model}: {a.layers} layers, random weights, greedy, CUDA graphs {graphs}"
-    if note not in report.notes:
-        report.notes.append(note)
+    report.add([f"{a.model}: {a.layers} layers, random weights, greedy, CUDA graphs {graphs}"])
     good = True
     for start, plugin in [] if a.warm == "only" else turns:
         begin = time.monotonic()

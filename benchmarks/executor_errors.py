@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from one_rank import executor_of, tokens_of
 
-from eprt.bench.experts import SHAPES, WITNESS
+from eprt.bench.experts import SHAPES
 from eprt.bench.report import Report
 from eprt.conformance.oracle import relative_error
 
 TOKENS = (8, 128, 1024)
+WITNESS = "reference"
 
 
 def main(path: str, shape: str, names: list[str]) -> None:

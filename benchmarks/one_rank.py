@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from eprt.bench.experts import SHAPES, random_experts, sample_ids
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.bench.experts import SHAPES, ExpertCase, random_experts, sample_ids
+from eprt.config import MoEConfig, RuntimeConfig
 from eprt.experts import Executor, make_executor
-from eprt.placement import ExpertPlacement
 from eprt.tokens import FlatTokens, Payload
 
 
 def executor_of(shape: str, name: str, device: torch.device, low_precision: bool = False) -> Executor:
     """Makes an executor of the same random weights in every call."""
-    config, ep_size = SHAPES[shape].config, SHAPES[shape].ep_size
-    shard = ExpertPlacement(config.num_experts, ParallelConfig(ep_size)).shard(0)
+    config = SHAPES[shape].config
+    shard = ExpertCase(name, shape, config).shard
     torch.manual_seed(0)
     weights = random_experts(config, shard.num_local_experts, device, SHAPES[shape].group)
     runtime = RuntimeConfig(low_precision_activations=low_precision)
@@ -25,6 +24,6 @@ def tokens_of(config: MoEConfig, count: int, device: torch.device) -> FlatTokens
     """Makes random tokens from the seed `count`."""
     generator = torch.Generator(device).manual_seed(count)
     hidden = torch.randn(count, config.hidden_size, device=device, generator=generator).bfloat16()
-    ids = sample_ids(count, config.top_k, config.num_experts, device, seed=count)
+    ids = sample_ids(count, config.top_k, config.num_experts, device)
     weights = torch.rand(count, config.top_k, device=device, generator=generator)
     return FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row_read=True)

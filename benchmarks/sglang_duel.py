@@ -35,8 +35,7 @@ def main() -> int:
     options.add_argument("--attention", default="triton", help="attention backend of both engines")
     options.add_argument("--engine", type=json.loads, default={}, help="more of SGLang's arguments, of both, as JSON")
     options.add_argument("--profile", type=int, help="also trace 32 tokens of so many sequences, into --logs")
-    arguments = duel.parsed(options)
-    return duel.play(arguments, "SGLang", ENTRY, run, most_tokens(arguments), limit)
+    return duel.play(options, "SGLang", ENTRY, run, most_tokens, limit)
 
 
 def limit(model: str, what: str, batch: int, *, one_gpu: bool) -> float:

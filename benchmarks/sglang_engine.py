@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing as mp
 import os
 import re
-import signal
+import subprocess
 import sys
+import threading
 import time
-import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import gpu_memory
+import vllm_engine
 
 FOLDER = Path(__file__).resolve().parent
 DECODED = re.compile(
     r"Decode batch, #running-req: (\d+), #(?:full )?token: (\d+),.*gen throughput \(token/s\): ([\d.]+)"
 )
+MEMORY = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits", "-lms", "100"]
 OTHER_RANK = re.compile(r" DP[1-9]\d*| TP[1-9]\d*")
 
 
@@ -29,21 +32,7 @@ def most_tokens(a: argparse.Namespace) -> int:
     return 256 if a.tiny else 2048
 
 
-def engine(a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path) -> None:
-    """Runs one engine, its output into `log`."""
-    os.setsid()
-    os.environ.update(environment)
-    with log.open("w") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    try:
-        measure(a, folder, log)
-    except BaseException:  # noqa: BLE001  (told, and the process ends)
-        traceback.print_exc()
-        os._exit(1)
-
-
-def measure(a: argparse.Namespace, folder: Path, log: Path) -> None:
+def measure(log: Path, a: argparse.Namespace, folder: Path) -> None:
     """Starts SGLang, measures every batch, writes `log`.json."""
     started = time.perf_counter()
     import sglang
@@ -142,21 +131,8 @@ def answered(llm: Any, a: argparse.Namespace, batch: int, added: int) -> int:
 
 
 def lively(model: Any, _: Any) -> None:
-    """Dummy weights send every token to the same experts; SGLang calls this in each rank, by its dotted name."""
-    import torch
-
-    torch.manual_seed(0)  # both sides' routers, and those of all ranks, choose alike
-    for name, parameter in model.named_parameters():
-        if parameter.numel() == 0:
-            continue  # the experts that eprt holds
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1.0)
-        elif name.endswith("e_score_correction_bias"):
-            parameter.data.zero_()
-        elif name.endswith(".gate.weight"):
-            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
-        elif "embed_tokens" in name:
-            parameter.data.normal_()
+    """Changes dummy weights as under vLLM; SGLang calls this in each rank, by its dotted name."""
+    vllm_engine.lively()(SimpleNamespace(get_model=lambda: model))
 
 
 def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) -> list[dict[str, Any]]:
@@ -176,20 +152,18 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
     log = logs / f"{a.model}-{side.replace(':', '-')}-{start}.log"
     done = log.with_suffix(".json")
     done.unlink(missing_ok=True)  # of an earlier run into the same folder
-    process = mp.get_context("spawn").Process(target=engine, args=(a, folder, environment, log))
-    with gpu_memory.watched(a.device == "cuda") as peaks:
+    process = mp.get_context("spawn").Process(target=vllm_engine.engine, args=(measure, log, environment, a, folder))
+    with watched_memory(a.device == "cuda") as peaks:
         try:
             process.start()
             process.join(a.timeout)
         finally:  # also when this is interrupted: the ranks hold the GPUs' memory
-            end(process)
+            vllm_engine.end(process)
     text = log.read_text(errors="replace") if log.exists() else ""
     if not done.exists():
         raise RuntimeError(f"{side}: no result; its log ends with\n{text[-4000:]}")
-    if ("eprt: ready" in text) != (plugin == "eprt"):
-        raise RuntimeError(f"{side}: the log says that other experts ran than asked for\n{text[-4000:]}")
+    plan = vllm_engine.plan_of(text, side)
     found = json.loads(done.read_text())
-    plan = [line.split("eprt: ", 1)[1] for line in text.splitlines() if "eprt: " in line]
     about = {"ready_s": round(found["ready_s"], 1), "plan": plan}
     if peaks:
         about["memory"] = {"weights_gb": weights(text), "peak_gib": [round(mib / 1024, 1) for mib in peaks]}
@@ -198,14 +172,33 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
     ]
 
 
+@contextmanager
+def watched_memory(on: bool) -> Iterator[list[int]]:
+    """Yields a list that has, when the block has ended, the most MiB of each GPU that all processes together had in
+    use; it stays empty where `on` is false."""
+    peaks: list[int] = []
+    if not on:
+        yield peaks
+        return
+    with subprocess.Popen(MEMORY, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        thread = threading.Thread(target=highest, args=(reader.stdout, peaks), daemon=True)
+        thread.start()
+        try:
+            yield peaks
+        finally:
+            reader.kill()
+            thread.join()
+
+
+def highest(lines: Iterable[str], peaks: list[int]) -> None:
+    """Raises `peaks` to the largest value of each GPU in lines of "index, MiB"."""
+    for line in lines:
+        index, used = (int(cell) for cell in line.split(","))
+        peaks.extend([0] * (index + 1 - len(peaks)))
+        peaks[index] = max(peaks[index], used)
+
+
 def weights(log: str) -> list[float]:
     """Returns what each rank's memory had less after loading, as SGLang says."""
     return [float(gb) for gb in re.findall(r"Load weight end\..* mem usage=([\d.]+) GB", log)]
-
-
-def end(process: Any) -> None:
-    """With all that it started."""
-    if process.pid is not None:
-        process.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)

@@ -160,7 +160,7 @@ def time_tile(gemm: Gemm, rows: Rows, work: TileSchedule, tile: Tile, out: torch
 def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
     """Measures a row for each height, GEMM and tile."""
     config, device, L = executor.config, executor.device, executor.shard.num_local_experts
-    ids = sample_ids(tokens, config.top_k, config.num_experts, device, seed=tokens)
+    ids = sample_ids(tokens, config.top_k, config.num_experts, device)
     valid, mean = int((ids < L).sum()), tokens * config.top_k / config.num_experts
     if not valid:
         return []
@@ -188,7 +188,7 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
 def floor_us(executor: TritonGroupedExecutor, tokens: int, ceilings: Ceilings) -> float:
     """Returns the larger of two lower bounds: bytes of experts that are hit, and operations."""
     config, L = executor.config, executor.shard.num_local_experts
-    ids = sample_ids(tokens, config.top_k, config.num_experts, torch.device("cpu"), seed=tokens)
+    ids = sample_ids(tokens, config.top_k, config.num_experts, torch.device("cpu"))
     local = ids[ids < L]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in executor.slot_tensors().values())
     flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size

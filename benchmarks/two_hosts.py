@@ -22,13 +22,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from eprt.bench.report import Report, provenance
+from eprt.bench.report import Report
 from eprt.conformance.faults import CheckedLayer
 from eprt.files import write_whole
 from eprt.world import World
@@ -106,14 +107,11 @@ def put_with_signal(folder: Path) -> str:
 
 def run_rank(device: str, folder: Path) -> None:
     """Writes this rank's rows: (what, whether it worked, words)."""
-    parts: list[tuple[str, Callable[[], str]]] = []
+    parts: dict[str, Callable[[], str]] = {name: partial(steps, name, device) for name in ("none", "torch")}
     if device == "cuda":
-        parts.append(("NCCL", nccl_version))
-    parts += [(name, lambda name=name: steps(name, device)) for name in ("none", "torch")]
-    if device == "cuda":
-        parts.append(("put with signal", lambda: put_with_signal(folder)))
+        parts = {"NCCL": nccl_version, **parts, "put with signal": partial(put_with_signal, folder)}
     rows: list[tuple[str, bool, str]] = []
-    for what, call in parts:
+    for what, call in parts.items():
         try:
             rows.append((what, True, call()))
         except Exception as error:  # noqa: BLE001 - one row's failure must not end the others
@@ -124,10 +122,8 @@ def run_rank(device: str, folder: Path) -> None:
 
 def start(rank: int, options: argparse.Namespace, folder: Path, port: int) -> subprocess.Popen[bytes]:
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    own = {name: str(value) for name, value in where.items()} | {
-        "MASTER_ADDR": "127.0.0.1",
-        "NCCL_HOSTID": f"host{rank}",
-    }
+    own = {name: str(value) for name, value in where.items()}
+    own |= {"MASTER_ADDR": "127.0.0.1", "NCCL_HOSTID": f"host{rank}"}
     if options.nccl is not None:
         own["LD_PRELOAD"] = str(options.nccl)
     command = [sys.executable, __file__, "--device", options.device, "--rank-in", str(folder)]
@@ -163,7 +159,7 @@ def main() -> int:
     for row in rows:
         sys.stdout.write(f"rank {row['rank']}  {row['what']:16} {'ok' if row['ok'] else 'FAIL':5} {row['words']}\n")
     if options.output is not None:
-        Report("two_hosts", rows, {"settings": HOSTS}, runs=[provenance()]).write(options.output)
+        Report("two_hosts", rows, {"settings": HOSTS}).write(options.output)
     return int(not all(row["ok"] for row in rows))
 
 

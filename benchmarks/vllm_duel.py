@@ -22,14 +22,10 @@ written after each engine, and engines that it has are left out with `--resume`,
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import duel
 from vllm_engine import most_tokens, run
-from vllm_models import MODELS, make_model
 
-# Of vLLM's own step, at every batch.
-LIMITS = {name: 0.85 if name.startswith("gpt-oss") else 0.95 for name in MODELS}
 ONE_GPU_STEP = {1: 0.78, 4: 0.72, 16: 0.70, 64: 0.74, 256: 0.80}  # gpt-oss, by batch
 ONE_GPU = {"prefill": (1 / 1.05, 1 / 1.15), "mixed": (1.0, 0.85)}  # of other models, of gpt-oss
 ENTRY = ("vllm.general_plugins", "eprt.integrations.vllm:register")
@@ -40,12 +36,8 @@ def main() -> int:
     options.add_argument("--prefill", type=int, default=0, help="also: so many prompts of 1024 tokens, one token each")
     options.add_argument("--mixed", type=int, default=0, help="also: so many prompts of 512 tokens, 64 tokens each")
     options.add_argument("--all2all", help="vLLM's all2all backend; default its own choice")
-    arguments = duel.parsed(options)
-    return duel.play(arguments, "vLLM", ENTRY, run, most_tokens(arguments), limit)
-
-
-def compare(rows: list[dict[str, Any]]) -> list[str]:
-    return duel.compare(rows, "vLLM", limit)
+    options.set_defaults(alone=0, turns=None, environment={})  # what vllm_invariant.py asks of an engine
+    return duel.play(options, "vLLM", ENTRY, run, most_tokens, limit)
 
 
 def limit(model: str, what: str, batch: int, *, one_gpu: bool) -> float:
@@ -53,11 +45,9 @@ def limit(model: str, what: str, batch: int, *, one_gpu: bool) -> float:
     if what in ONE_GPU:
         return ONE_GPU[what][model.startswith("gpt-oss")]
     if not one_gpu:
-        return LIMITS[model]
+        return 0.85 if model.startswith("gpt-oss") else 0.95
     return ONE_GPU_STEP.get(batch, 0.8) if model.startswith("gpt-oss") else 0.92
 
-
-__all__ = ["compare", "make_model"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,15 +22,10 @@ PREFILL, MIXED, MIXED_OUT = 1024, 512, 64  # tokens of a prompt; and of an answe
 ALONE = 12  # sequences of a batch that are run again, each alone
 
 
-def compared(a: argparse.Namespace) -> int:
-    """Returns how many sequences vllm_invariant.py compares."""
-    return getattr(a, "alone", 0)
-
-
 def shares(a: argparse.Namespace) -> bool:
     """Returns whether several engines of vllm_invariant.py share the GPU. Their batches have few tokens at once, for
     which few kernels have to be compiled."""
-    return getattr(a, "turns", None) is not None
+    return a.turns is not None
 
 
 def from_files(a: argparse.Namespace) -> bool:
@@ -44,24 +39,24 @@ def most_tokens(a: argparse.Namespace) -> int:
     return 8192 if a.prefill or a.mixed else 2048
 
 
-def engine(rank: int, a: argparse.Namespace, folder: Path, environment: dict[str, str], log: Path, meet: Any) -> None:
-    """Runs one DP rank, its output into `log`."""
+def engine(measure: Callable[..., None], log: Path, environment: dict[str, str], *arguments: Any) -> None:
+    """Runs `measure(log, *arguments)` as this whole process, its output into `log`."""
     os.setsid()
     os.environ.update(environment)
-    if a.dp > 1:
-        os.environ.update(VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     try:
-        measure(rank, a, folder, log, meet)
+        measure(log, *arguments)
     except BaseException:  # noqa: BLE001  (told, and the process ends)
         traceback.print_exc()
-        os._exit(1)  # an orderly end would wait for vLLM's own processes, which wait for each other
+        os._exit(1)  # an orderly end would wait for the engine's own processes, which wait for each other
 
 
-def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any) -> None:
+def measure(log: Path, a: argparse.Namespace, folder: Path, rank: int, meet: Any) -> None:
     """Starts vLLM, measures every load, writes `log`.json."""
+    if a.dp > 1:
+        os.environ.update(VLLM_DP_RANK=str(rank), VLLM_DP_RANK_LOCAL=str(rank))
     started = time.perf_counter()
     from vllm import LLM
 
@@ -70,7 +65,7 @@ def measure(rank: int, a: argparse.Namespace, folder: Path, log: Path, meet: Any
         llm.collective_rpc(lively())  # not apply_model: that pickles its function as an argument
     ready = time.perf_counter() - started
     loads = Loads(llm, rank, a, meet)
-    rows = loads.alone(compared(a))
+    rows = loads.alone(a.alone)
     wait_for_engines(a)
     for batch in a.batches:
         with in_turn(a):
@@ -109,7 +104,7 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
     """Returns vLLM's arguments: the same for both sides, but for the backend of vLLM's own experts."""
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "enforce_eager": True}
     if a.device == "cuda":
-        sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches, max(1, compared(a))})}
+        sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches, max(1, a.alone)})}
         settings = {"gpu_memory_utilization": 0.85 if a.dp == a.tp == 1 else 0.8, "compilation_config": sizes}
     if shares(a) and a.device == "cuda":
         settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 3 << 30}
@@ -124,7 +119,7 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
         "load_format": "auto" if from_files(a) else "dummy",
         "dtype": "bfloat16",
         "max_model_len": 256 if a.tiny else 2048,
-        "max_num_seqs": max([*a.batches, a.mixed, compared(a)]),
+        "max_num_seqs": max([*a.batches, a.mixed, a.alone]),
         "max_num_batched_tokens": most_tokens(a),
         "tensor_parallel_size": a.tp,
         "enable_expert_parallel": a.dp > 1,
@@ -246,13 +241,13 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
         "VLLM_PLUGINS": plugin,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `lively` travels to our own engine
         "EPRT_LOG": "INFO",
-        **getattr(a, "environment", {}),
+        **a.environment,
     }
     context = mp.get_context("spawn")
     meet = context.Barrier(a.dp)
     paths = [logs / f"{a.model}-{side.replace(':', '-')}-{start}-rank{rank}.log" for rank in range(a.dp)]
     ranks = [
-        context.Process(target=engine, args=(rank, a, folder, environment, path, meet))
+        context.Process(target=engine, args=(measure, path, environment, a, folder, rank, meet))
         for rank, path in enumerate(paths)
     ]
     done = [path.with_suffix(".json") for path in paths]
@@ -276,16 +271,21 @@ def run(side: str, a: argparse.Namespace, folder: Path, logs: Path, start: int) 
     texts = [path.read_text(errors="replace") for path in paths]
     if missing := [rank for rank, path in enumerate(done) if not path.exists()]:
         raise RuntimeError(f"{plugin}: rank {missing[0]} has no result; its log ends with\n{texts[missing[0]][-4000:]}")
-    if ("eprt: ready" in texts[0]) != (plugin == "eprt"):
-        raise RuntimeError(f"{plugin}: the log says that other experts ran than asked for\n{texts[0][-4000:]}")
+    plan = plan_of(texts[0], side)
     found = [json.loads(path.read_text()) for path in done]
-    plan = [line.split("eprt: ", 1)[1] for line in texts[0].splitlines() if "eprt: " in line]
     ready = round(max(each["ready_s"] for each in found), 1)
     rows: list[dict[str, Any]] = []
     for of_all in zip(*(each["rows"] for each in found), strict=True):
         row = {"plugin": side, "start": start, **of_all[0], "ready_s": ready, "plan": plan}
         rows.append(row | {"step_ms": round(max(each["step_ms"] for each in of_all), 4)} if "step_ms" in row else row)
     return rows
+
+
+def plan_of(log: str, side: str) -> list[str]:
+    """Returns what eprt's plugin says in an engine's log. Raises RuntimeError if other experts ran than asked for."""
+    if ("eprt: ready" in log) != side.startswith("eprt"):
+        raise RuntimeError(f"{side}: the log says that other experts ran than asked for\n{log[-4000:]}")
+    return [line.split("eprt: ", 1)[1] for line in log.splitlines() if "eprt: " in line]
 
 
 def end(rank: Any) -> None:

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from duel import say
 from vllm_engine import run
 from vllm_sleep import checkpoint
 
@@ -92,8 +93,7 @@ def main() -> int:
             report.rows.extend(found := done.result())
             report.write(a.json)
             for row in found:
-                sys.stdout.write(json.dumps({key: value for key, value in row.items() if key != "plan"}) + "\n")
-            sys.stdout.flush()
+                say(json.dumps({key: value for key, value in row.items() if key != "plan"}))
     return any("failed" in row for row in report.rows)
 
 

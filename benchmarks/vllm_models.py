@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -126,23 +125,10 @@ def write_gpt_oss(folder: Path, layers: int, num_experts: int, *, tiny: bool) ->
         layer[f"mlp.experts.{name}_scales"] = torch.full((E, rows, cols // 32), power, dtype=torch.uint8)
     folder.mkdir(parents=True)
     save_file(ends, folder / "ends.safetensors", metadata={"format": "pt"})
-    first = {f"model.layers.0.{name}": tensor for name, tensor in layer.items()}
-    save_file(first, folder / "layer-0.safetensors", metadata={"format": "pt"})
-    names = dict.fromkeys(ends, "ends.safetensors") | dict.fromkeys(first, "layer-0.safetensors")
-    for number in range(1, layers):
-        file = f"layer-{number}.safetensors"
-        _copy_renamed(folder / "layer-0.safetensors", folder / file, "layers.0.", f"layers.{number}.")
-        names |= {f"model.layers.{number}.{name}": file for name in layer}
+    names = dict.fromkeys(ends, "ends.safetensors")
+    for number in range(layers):
+        file, named = f"layer-{number}.safetensors", {f"model.layers.{number}.{name}": t for name, t in layer.items()}
+        save_file(named, folder / file, metadata={"format": "pt"})
+        names |= dict.fromkeys(named, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def _copy_renamed(source: Path, target: Path, old: str, new: str) -> None:
-    """Writes the same bytes under other tensor names: 8 bytes of header length, the header in JSON, the data."""
-    with source.open("rb") as reader, target.open("wb") as writer:
-        length = struct.unpack("<Q", reader.read(8))[0]
-        header = json.loads(reader.read(length))
-        renamed = json.dumps({name.replace(old, new): value for name, value in header.items()}).encode()
-        renamed += b" " * (-len(renamed) % 8)
-        writer.write(struct.pack("<Q", len(renamed)) + renamed)
-        shutil.copyfileobj(reader, writer, 64 << 20)

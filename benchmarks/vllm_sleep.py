@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -22,7 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from duel import say
 from vllm_models import CONFIGS, GPT_OSS, TINY, make_model
+
+from eprt.models.checkpoint import Checkpoint
 
 SLACK = 64 << 20  # bytes: what torch's caching allocator may round differently from cycle to cycle
 
@@ -145,20 +149,9 @@ def problems(rows: list[dict[str, Any]], device: str, expert_bytes: int) -> list
 
 def expert_bytes(folder: Path) -> int:
     """Returns the bytes of all experts in a checkpoint."""
-    from safetensors import safe_open
-
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118  (no mapping)
-                if ".experts." in key:
-                    part = file.get_slice(key)
-                    width = {"BF16": 2, "F32": 4}.get(part.get_dtype(), 1)
-                    count = 1
-                    for size in part.get_shape():
-                        count *= size
-                    total += count * width
-    return total
+    with Checkpoint(folder) as source:
+        experts = [info for name, info in source.manifest.items() if ".experts." in name]
+    return sum(math.prod(info.shape) * {"BF16": 2, "F32": 4}.get(info.dtype, 1) for info in experts)
 
 
 def main() -> int:
@@ -178,11 +171,6 @@ def main() -> int:
         say(problem)
     say("failed" if wrong else "all cycles: same tokens, memory given back and flat")
     return bool(wrong)
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -16,10 +16,13 @@ nothing, and tables that depend on sizes alone are made once, outside the call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch.nn import functional
 
+from eprt.config import MoEConfig
+from eprt.conformance.oracle import relative_error
 from eprt.errors import EprtError
 from eprt.experts import Executor
 from eprt.experts.cutlass_mxfp4 import CutlassMxfp4Executor
@@ -27,10 +30,22 @@ from eprt.experts.humming import HummingExecutor
 from eprt.experts.permute import plain_hidden
 from eprt.placement import ExpertShard
 from eprt.tokens import FlatTokens
+from eprt.weights import Dense, ExpertWeights
 
 BOUND = 1e-2  # relative norm: sums in another order, routing weights in bf16
 
 Call = Callable[[], torch.Tensor]
+# Lays weights out as a library's users would, and yields a function from tokens to a call.
+Make = Callable[
+    [MoEConfig, ExpertShard, ExpertWeights, torch.device], AbstractContextManager[Callable[[FlatTokens], Call]]
+]
+
+
+def dense(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns gate_up and down in bf16. Raises EprtError for any other format."""
+    if not isinstance(weights.gate_up, Dense) or not isinstance(weights.down, Dense):
+        raise EprtError("this library is measured with bf16 weights")
+    return weights.gate_up.data, weights.down.data
 
 
 def direct_call(executor: Executor, tokens: FlatTokens) -> Call | None:
@@ -44,11 +59,10 @@ def direct_call(executor: Executor, tokens: FlatTokens) -> Call | None:
 
 def check_direct(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Raises EprtError unless both results are equal but for rounding: otherwise their times can't be compared."""
-    difference, size = (found.float() - expected.float()).norm().item(), expected.float().norm().item()
-    if not difference <= BOUND * size:
+    if not (error := relative_error(found, expected)) <= BOUND:
         raise EprtError(
-            f"the library called directly differs from the executor by {difference:.3g} in norm, of {size:.3g}: at "
-            f"most {BOUND:g} of it may be rounding, so there is nothing to compare times with"
+            f"the library called directly differs from the executor by {error:.3g} in norm: at most {BOUND:g} may be "
+            "rounding, so there is nothing to compare times with"
         )
 
 
@@ -95,10 +109,9 @@ class TorchOrder:
         self.num_local = L
         self.spare = N * K  # where foreign pairs point: no row of the scatter's, and a row that the sum leaves out
         # int16: the fewer bits a key has, the fewer passes sorting takes.
-        local = torch.arange(L + 1, dtype=torch.int16, device=device)
+        self._edges = torch.arange(L + 1, dtype=torch.int16, device=device)
         self._local_expert = torch.full((shard.num_experts + 1,), L, dtype=torch.int16, device=device)
-        self._local_expert[shard.first_expert : shard.end_expert] = local[:-1]
-        self._edges = local
+        self._local_expert[shard.first_expert : shard.end_expert] = self._edges[:-1]
         self._pairs = torch.arange(N * K, device=device)
         self._bags = torch.arange(0, N * K, K, device=device)
 

@@ -12,27 +12,25 @@ Each gets eprt's canonical weights of one rank's share and lays them out as its 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from eprt.config import MoEConfig, WeightFormat
+from eprt.conformance.oracle import relative_error
 from eprt.errors import EprtError
 from eprt.experts.reference import decode_matrix, expert_forward
 from eprt.placement import ExpertShard
 from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import FlatTokens
-from eprt.weights import Dense, ExpertWeights
+from eprt.weights import ExpertWeights
 
-from .direct import Call
+from .direct import Call, Make, dense
+from .vllm_experts import cutlass, deep_gemm, marlin, triton, triton_kernels
 
-Make = Callable[
-    [MoEConfig, ExpertShard, ExpertWeights, torch.device], AbstractContextManager[Callable[[FlatTokens], Call]]
-]
 # Relative norm against the reference: activations in bf16; in FP8; MXFP4 weights times activations in bf16 or FP8.
 BOUNDS: dict[WeightFormat, float] = {
     "bf16": 1.5e-2,
@@ -49,13 +47,12 @@ class ExpertsBaseline:
     """The experts of one library.
 
     Attributes:
-        path: "module:function" of a `Make`, the module relative to this package.
         weights: number formats that it is given.
         named_only: left out unless asked for.
         plain: only SiLU-gated experts without biases.
     """
 
-    path: str
+    make: Make
     requirement: Requirement
     weights: tuple[WeightFormat, ...]
     devices: tuple[str, ...] = ("cuda",)
@@ -75,39 +72,6 @@ class ExpertsBaseline:
             return refuse("compiles for minutes where nobody has before: only by name, --libraries")
         return self.requirement.check()
 
-    def make(
-        self, config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
-    ) -> AbstractContextManager[Callable[[FlatTokens], Call]]:
-        """Lays the weights out as the library does, and yields a function from tokens to a call."""
-        module, _, name = self.path.partition(":")
-        make: Make = getattr(importlib.import_module(module, __package__), name)
-        return make(config, shard, weights, device)
-
-
-_VLLM = Requirement("vllm", ("vllm",), "0.26")
-EXPERTS: dict[str, ExpertsBaseline] = {
-    "transformers grouped_mm": ExpertsBaseline(
-        ".experts:transformers_grouped",
-        Requirement("transformers", ("transformers",), "5.17"),
-        ("bf16",),
-        devices=("cpu", "cuda"),
-    ),
-    "vllm triton": ExpertsBaseline(".vllm_experts:triton", _VLLM, ("bf16", "fp8_block", "fp8_channel")),
-    "vllm cutlass": ExpertsBaseline(".vllm_experts:cutlass", _VLLM, ("fp8_channel",), sm=(90, 999)),
-    "vllm deep_gemm": ExpertsBaseline(".vllm_experts:deep_gemm", _VLLM, ("fp8_block",), sm=(90, 999)),
-    "vllm triton_kernels": ExpertsBaseline(
-        ".vllm_experts:triton_kernels", _VLLM, ("mxfp4",), sm=(90, 999), plain=False
-    ),
-    "vllm marlin": ExpertsBaseline(".vllm_experts:marlin", _VLLM, ("mxfp4", "int4"), sm=(80, 999), plain=False),
-    "flashinfer cutlass": ExpertsBaseline(
-        ".experts:flashinfer_cutlass",
-        Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),
-        ("bf16",),
-        sm=(90, 90),
-        named_only=True,
-    ),
-}
-
 
 def check_experts(
     config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, tokens: FlatTokens, found: torch.Tensor
@@ -119,32 +83,14 @@ def check_experts(
         token, k = (tokens.ids == shard.first_expert + local).nonzero(as_tuple=True)
         if not token.numel():
             continue
-        gate_up, down = (
-            decode_matrix(weights.gate_up.expert(local), parts),
-            decode_matrix(weights.down.expert(local), 1),
-        )
+        gate_up = decode_matrix(weights.gate_up.expert(local), parts).squeeze(0)
+        down = decode_matrix(weights.down.expert(local), 1).squeeze(0)
         bias = [None if b is None else b[local] for b in (weights.gate_up_bias, weights.down_bias)]
-        one = expert_forward(config, gate_up.squeeze(0), down.squeeze(0), bias[0], bias[1], x[token])
+        one = expert_forward(config, gate_up, down, bias[0], bias[1], x[token])
         expected.index_add_(0, token, tokens.weights[token, k, None].float() * one)
-    off, size = (found.float() - expected).norm().item(), expected.norm().item()
-    bound = BOUNDS[config.weight_format]
-    if not off <= bound * size:
-        raise EprtError(
-            f"its sums differ from the reference by {off:.3g} in norm, of {size:.3g}: at most {bound:g} of it"
-        )
-
-
-def local_ids(tokens: FlatTokens, shard: ExpertShard, nobody: int) -> torch.Tensor:
-    """Returns [N, K] int64 ids counted from the shard's first expert, and `nobody` for ids of other ranks."""
-    ids = tokens.ids.long() - shard.first_expert
-    return torch.where((ids >= 0) & (ids < shard.num_local_experts), ids, nobody)
-
-
-def dense(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns gate_up and down in bf16. Raises EprtError for any other format."""
-    if not isinstance(weights.gate_up, Dense) or not isinstance(weights.down, Dense):
-        raise EprtError("this library is measured with bf16 weights")
-    return weights.gate_up.data, weights.down.data
+    error, bound = relative_error(found, expected), BOUNDS[config.weight_format]
+    if not error <= bound:
+        raise EprtError(f"its sums differ from the reference by {error:.3g} in norm: at most {bound:g}")
 
 
 @contextmanager
@@ -173,7 +119,8 @@ def transformers_grouped(
         nobody = shard.num_local_experts
 
         def call() -> torch.Tensor:
-            ids = local_ids(tokens, shard, nobody)
+            ids = tokens.ids.long() - shard.first_expert
+            ids = torch.where((ids >= 0) & (ids < nobody), ids, nobody)
             scales = tokens.weights.masked_fill(ids == nobody, 0.0).to(torch.bfloat16)
             return block(tokens.hidden.data, ids, scales)
 
@@ -215,3 +162,26 @@ def flashinfer_cutlass(
         return call
 
     yield call_for
+
+
+_VLLM = Requirement("vllm", ("vllm",), "0.26")
+EXPERTS: dict[str, ExpertsBaseline] = {
+    "transformers grouped_mm": ExpertsBaseline(
+        transformers_grouped,
+        Requirement("transformers", ("transformers",), "5.17"),
+        ("bf16",),
+        devices=("cpu", "cuda"),
+    ),
+    "vllm triton": ExpertsBaseline(triton, _VLLM, ("bf16", "fp8_block", "fp8_channel")),
+    "vllm cutlass": ExpertsBaseline(cutlass, _VLLM, ("fp8_channel",), sm=(90, 999)),
+    "vllm deep_gemm": ExpertsBaseline(deep_gemm, _VLLM, ("fp8_block",), sm=(90, 999)),
+    "vllm triton_kernels": ExpertsBaseline(triton_kernels, _VLLM, ("mxfp4",), sm=(90, 999), plain=False),
+    "vllm marlin": ExpertsBaseline(marlin, _VLLM, ("mxfp4", "int4"), plain=False),
+    "flashinfer cutlass": ExpertsBaseline(
+        flashinfer_cutlass,
+        Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),
+        ("bf16",),
+        sm=(90, 90),
+        named_only=True,
+    ),
+}

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +23,7 @@ from eprt.rounding import round_up
 from eprt.tokens import FlatTokens
 from eprt.weights import FP8_BLOCK, MX_BLOCK, ExpertWeights, Fp8Block, Fp8Channel, Int4, Mxfp4
 
-from .direct import Call
-from .experts import Make, dense
+from .direct import Call, Make, dense
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 Laid = tuple[torch.Tensor, torch.Tensor, Any]  # w1, w2, quantisation
@@ -41,10 +40,6 @@ def _experts(module: str, name: str, lay: Callable[[MoEConfig, ExpertWeights], L
             yield _kernel(config, shard, device, lay(config, weights), module, name)
 
     return make
-
-
-def _bf16_or_fp8(config: MoEConfig, weights: ExpertWeights) -> Laid:
-    return _bf16(weights) if config.weight_format == "bf16" else _fp8(weights, for_deep_gemm=False)
 
 
 @contextmanager
@@ -83,13 +78,10 @@ def _workspace(device: torch.device) -> None:
     init_workspace_manager(device)
 
 
-def _bf16(weights: ExpertWeights) -> Laid:
+def _bf16_or_fp8(config: MoEConfig, weights: ExpertWeights, *, for_deep_gemm: bool = False) -> Laid:
     settings = importlib.import_module(f"{_MOE}.config")
-    return *dense(weights), settings.FusedMoEQuantConfig.make()
-
-
-def _fp8(weights: ExpertWeights, *, for_deep_gemm: bool) -> Laid:
-    settings = importlib.import_module(f"{_MOE}.config")
+    if config.weight_format == "bf16":
+        return *dense(weights), settings.FusedMoEQuantConfig.make()
     if isinstance(weights.gate_up, Fp8Channel) and isinstance(weights.down, Fp8Channel):
         scales = weights.gate_up.scale[..., None], weights.down.scale[..., None]
         quant = settings.fp8_w8a8_moe_quant_config(*scales, per_act_token_quant=True, per_out_ch_quant=True)
@@ -145,8 +137,7 @@ def _int4(weights: ExpertWeights) -> Laid:
     ops = importlib.import_module("vllm._custom_ops")
     utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
     settings = importlib.import_module(f"{_MOE}.config")
-    found: list[torch.Tensor] = []
-    scales: list[torch.Tensor] = []
+    found, scales = list[torch.Tensor](), list[torch.Tensor]()
     for matrix in (weights.gate_up, weights.down):
         if not isinstance(matrix, Int4) or matrix.zeros is not None:
             raise EprtError("measured with INT4 without zero points")
@@ -193,9 +184,7 @@ def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any
 # take. OpenAI's triton_kernels, as vendored, are gpt-oss's experts as vLLM runs them on Hopper.
 triton = _experts("triton_moe", "TritonExperts", _bf16_or_fp8)
 cutlass = _experts("cutlass_moe", "CutlassExpertsFp8", _bf16_or_fp8)
-deep_gemm = _experts(
-    "triton_deep_gemm_moe", "TritonOrDeepGemmExperts", lambda _, weights: _fp8(weights, for_deep_gemm=True)
-)
+deep_gemm = _experts("triton_deep_gemm_moe", "TritonOrDeepGemmExperts", partial(_bf16_or_fp8, for_deep_gemm=True))
 triton_kernels = _experts("gpt_oss_triton_kernels_moe", "OAITritonExperts", _mxfp4)
 
 

@@ -47,7 +47,6 @@ from eprt.weights import (
 )
 
 VOCABULARY = 1024  # token ids of a random hash router
-WITNESS = "reference"  # float32, expert by expert: nothing that anybody would time
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,8 @@ def choose_cases(
     `executors` None: every row of `eprt.experts.EXECUTORS` but the reference. Raises ConfigError for an unknown name.
     """
     require_shapes(shapes, SHAPES)
-    names = [name for name in EXECUTORS if name != WITNESS] if executors is None else list(executors)
+    measured = [name for name, spec in EXECUTORS.items() if not spec.witness]  # nobody would time the witness
+    names = measured if executors is None else list(executors)
     cases: list[ExpertCase] = []
     left_out: list[str] = []
     for shape, name in itertools.product(shapes, names):
@@ -355,9 +355,9 @@ def _row(
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def sample_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Returns [num_rows, top_k] int32: distinct experts per row, sampled uniformly, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
+def sample_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Returns [num_rows, top_k] int32: distinct experts per row, sampled uniformly, the same for the same sizes."""
+    generator = torch.Generator().manual_seed(num_rows)
     scores = torch.rand(num_rows, num_experts, generator=generator)
     return scores.topk(top_k, dim=1).indices.to(device, torch.int32)
 
@@ -365,7 +365,7 @@ def sample_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device
 def sampled_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
     """Returns `count` random tokens of all ranks, routed uniformly, the same experts for the same count."""
     hidden = torch.randn(count, config.hidden_size, device=device).to(torch.bfloat16)
-    ids = sample_ids(count, config.top_k, config.num_experts, device, seed=count)
+    ids = sample_ids(count, config.top_k, config.num_experts, device)
     weights = torch.full(ids.shape, 1.0 / config.top_k, device=device)
     return FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row_read=True)
 

@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 
-from eprt.bench.experts import SHAPES, random_experts, random_linear, random_router
+from eprt.bench.experts import SHAPES, random_experts, random_linear, random_router, require_shapes
 from eprt.bench.report import Row, p50_p99
 from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, reason_of, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import ConfigError, EprtError, UnsupportedError
+from eprt.errors import EprtError, UnsupportedError
 from eprt.experts import EXECUTORS
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
@@ -35,8 +35,7 @@ def shape_config(shape: str) -> MoEConfig:
     """Returns a layer's maths by the shape's name. Raises ConfigError for one that isn't known."""
     if shape == "tiny":
         return TINY
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape!r}: expected one of tiny, {', '.join(SHAPES)}")
+    require_shapes([shape], ["tiny", *SHAPES])
     return replace(SHAPES[shape].config, routing=Routing("topk_softmax"))
 
 
@@ -152,8 +151,7 @@ def random_layer(config: MoEConfig, world: World, runtime: RuntimeConfig, number
 def _called_directly(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     """Does the layer's work without the layer, through the same dispatcher, so that both may alternate."""
     router, dispatcher, executor = layer.router, layer.dispatcher, layer.executor
-    if router is None:
-        raise ConfigError("the bench's layer has a router of its own: this one has none")
+    assert router is not None
     topk, most = router(x), dispatcher.capacity.max_tokens_per_rank
     outputs: list[torch.Tensor] = []
     for start in range(0, max(x.shape[0], 1), most):  # in rounds, where the dispatcher carries no more at once

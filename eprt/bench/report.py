@@ -24,8 +24,7 @@ class Report:
     """The result of a bench.
 
     Attributes:
-        bench: "layer", "placement", "dispatch", "simulation", "experts", "router", "exchange", "step" or
-            "tune".
+        bench: its name ("layer", "dispatch", ...).
         rows: one dict a measurement; times in microseconds end in `_us`.
         limits: rates of the machine, measured in the same run; lower bounds are made of them.
         notes: cases that were left out, with the reason.

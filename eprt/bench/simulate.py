@@ -25,7 +25,7 @@ IN_ORDER = "in order"
 
 @dataclass(frozen=True)
 class SimulatedWorld:
-    """The world to simulate: GPUs of one kind, a model's layer, its routing, and the experts' placement.
+    """A layer to simulate on a world of GPUs of one kind: its routing, and the experts' placement.
 
     Attributes:
         config: of the layer, in experts.
@@ -35,16 +35,11 @@ class SimulatedWorld:
     """
 
     config: MoEConfig
-    ranks: int
-    ranks_per_host: int
+    parallel: ParallelConfig
     device: Device
     routing: str
     replicas: int = 0
     one_replica: bool = False
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        return ParallelConfig(self.ranks, ranks_per_host=min(self.ranks, self.ranks_per_host))
 
     @property
     def placed(self) -> str:
@@ -62,30 +57,32 @@ def simulated(world: SimulatedWorld, tokens: int, names: Sequence[str] = ()) -> 
     layers = read_routing(world.routing, config.num_experts, config.top_k)
     demands = [_demand(world, layer, tokens) for layer in layers]
     for name in names or DISPATCHERS:
+        where = f"{name}, {parallel.world_size} ranks of {world.device}"
         runtime = RuntimeConfig(dispatcher=name, phase="prefill", max_tokens_per_rank=tokens)
         try:
             plan = make_plan(config, parallel, runtime, world.device)
         except UnsupportedError:
             spec = DISPATCHERS[name]
             verdict = spec.supports(config, parallel, replace(runtime, max_tokens_per_rank=1), world.device)
-            yield f"{name}, {world.ranks} ranks of {world.device}: {verdict.reason or 'no executor can follow it'}"
+            yield f"{where}: {verdict.reason or 'no executor can follow it'}"
             continue
         found = [layer_time(plan, config, parallel, world.device, demand) for demand in demands]
         times = [time for time in found if time is not None]
-        unknown = f"{name}, {world.ranks} ranks of {world.device}: nothing is known of its times there"
-        yield _row(world, tokens, plan, demands, times) if len(times) == len(demands) else unknown
+        known = len(times) == len(demands)
+        yield _row(world, tokens, plan, demands, times) if known else f"{where}: nothing is known of its times there"
 
 
 def _demand(world: SimulatedWorld, layer: RoutedLayer, tokens: int) -> Demand:
     in_order = ExpertPlacement(world.config.num_experts, world.parallel)
     placement = layer.planned(world.parallel, world.replicas) if world.replicas else in_order
-    ids = layer.draw(min(tokens * world.ranks, DRAWN), world.config.top_k, seed=0)
+    ids = layer.draw(min(tokens * world.parallel.world_size, DRAWN), world.config.top_k, seed=0)
     return demand_of([ids], placement, world.one_replica)
 
 
 def _row(world: SimulatedWorld, tokens: int, plan: Plan, demands: Sequence[Demand], times: Sequence[LayerTime]) -> Row:
     """Returns one row, of means over the routing's layers."""
-    row: Row = {"device": str(world.device), "ranks": world.ranks, "ranks_per_host": world.parallel.ranks_per_host}
+    parallel = world.parallel
+    row: Row = {"device": str(world.device), "ranks": parallel.world_size, "ranks_per_host": parallel.ranks_per_host}
     row |= {"tokens": tokens, "routing": world.routing, "layers": len(times)}
     row |= {"slots": demands[0].placement.num_slots, "placement": world.placed}
     row["imbalance"] = _mean([demand.imbalance for demand in demands], 3)

@@ -22,8 +22,7 @@ from eprt.cli.terminal import (
 )
 from eprt.errors import EprtError
 
-# Exit codes, beside those of `EprtError.exit_code`.
-OK, FAILED, INTERRUPTED = 0, 1, 130
+INTERRUPTED = 130  # an exit code, beside those of `EprtError.exit_code`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

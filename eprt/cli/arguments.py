@@ -12,7 +12,6 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
 
 GPUS_PER_HOST = 8  # of a host that `eprt explain` isn't told about
-DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
 # ---- flags that several commands share --------------------------------------------------------------------------
@@ -22,7 +21,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 class _Ranks:
     world: int | None = None
     """Ranks to start (torchrun's number wins under torchrun). Default: one for each GPU, 4 on CPUs."""
-    device: DeviceKind = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a GPU for each rank, else gloo on CPU."""
 
 

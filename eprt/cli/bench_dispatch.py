@@ -111,13 +111,11 @@ def _simulate(arguments: BenchDispatch, terminal: Terminal) -> Report:
     config, device = kinds_of_layers(model_config(asked.model))[0][0], Device.parse(asked.gpu)
     placements = [(0, False), *(((asked.replicas, one) for one in (False, True)) if asked.replicas else ())]
     worlds = [
-        SimulatedWorld(config, size, asked.ranks_per_host, device, routing, *placed)
-        for size in asked.ranks
+        SimulatedWorld(config, parallel, device, routing, *placed)
+        for parallel in [ParallelConfig(size, ranks_per_host=min(size, asked.ranks_per_host)) for size in asked.ranks]
         for routing in asked.routing
         for placed in placements
     ]
-    for world in worlds:
-        ParallelConfig(world.ranks, ranks_per_host=min(world.ranks, world.ranks_per_host))  # refuses odd sizes at once
     report = simulation_report(worlds, arguments.tokens, arguments.transports, keep(arguments, terminal))
     for size, rows in groups(report, "ranks"):
         what = f"{size} x {device}, {asked.ranks_per_host} per host, one layer of {asked.model}"

@@ -99,11 +99,9 @@ def _require_placed(arguments: BenchLayer) -> None:
         raise ConfigError("--replicas plans a placement, --placement names one: give one of them")
     if arguments.every_pair:
         raise ConfigError("--every-pair with --routing: name one pair, --dispatcher and --executor")
-    if (arguments.replicas or 0) < 0 or not arguments.tokens or min(arguments.tokens) < 1:
-        raise ConfigError(
-            f"--replicas {arguments.replicas} --tokens {' '.join(map(str, arguments.tokens))}: expected replicas from "
-            "0 on, and tokens from 1 on"
-        )
+    if (arguments.replicas or 0) < 0:
+        raise ConfigError(f"--replicas {arguments.replicas}: expected replicas from 0 on")
+    require_tokens(arguments.tokens, 1)
 
 
 def _placed_cases(shape: str, arguments: BenchLayer, size: int, file: PlacementFile | None) -> list[PlacedCase]:

@@ -87,14 +87,16 @@ def _measure(
     size, todo = workers.size, parts(config, arguments.tokens, workers.size, workers.device)
     counts = tuple(count * size for count in arguments.tokens)
     found: list[tuple[Part, list[Any]]] = []
-    cut: dict[str, str] = {}
+    cut: dict[str, str] = {}  # a note on each part that took too long, by its name
     with terminal.progress("tune", len(todo)) as advance:
         for part in todo:
             # Ranks of torchrun must decide alike, so the slowest one's clock counts for all.
             left = arguments.budget_s - max(workers.run(elapsed, since=start))
             limit = left if part is todo[-1] else SHARE * left
             if part.name not in cut:
-                cut |= _attempt(workers, part, config, counts, left, limit, found)
+                by_rank, note = _attempt(workers, part, config, counts, left, limit)
+                found += [(part, by_rank)] if by_rank else []
+                cut |= {part.name: note} if note else {}
             advance(str(part))
     sm = Device.here(workers.device).sm
     tables = [
@@ -105,37 +107,28 @@ def _measure(
 
 
 def _attempt(
-    workers: Ranks,
-    part: Part,
-    config: MoEConfig,
-    tokens: tuple[int, ...],
-    left_s: float,
-    limit_s: float,
-    found: list[tuple[Part, list[Any]]],
-) -> dict[str, str]:
-    """Adds what the ranks measure to `found`. Returns a note, by name, if the part was cut."""
+    workers: Ranks, part: Part, config: MoEConfig, tokens: tuple[int, ...], left_s: float, limit_s: float
+) -> tuple[list[Any], str]:
+    """Returns what the ranks measure, and a note if the part was cut."""
     if left_s <= LEAST_S:
-        return {part.name: f"{part}: not begun, the time was over"}
+        return [], f"{part}: not begun, the time was over"
     try:
         if part.case is not None:
-            found.append((part, workers.run(measure_dispatch, within_s=limit_s, case=part.case)))
-            return {}
+            return workers.run(measure_dispatch, within_s=limit_s, case=part.case), ""
         wanted = {"name": part.name, "config": config, "tokens": tokens, "seconds": 0.8 * limit_s}
         by_rank = workers.run(measure_experts, within_s=limit_s, **wanted)
     except WorldFailed as failed:
         if not failed.late:
             raise
-        return {part.name: f"{part}: ended after {limit_s:.0f} s"}
-    found.append((part, by_rank))
-    return _missing(part, by_rank, len(tokens))
+        return [], f"{part}: ended after {limit_s:.0f} s"
+    return by_rank, _missing(part, by_rank, len(tokens))
 
 
-def _missing(part: Part, by_rank: list[ExpertTimes], wanted: int) -> dict[str, str]:
-    """Returns a note, by name, if an executor had no time for all numbers of tokens."""
+def _missing(part: Part, by_rank: list[ExpertTimes], wanted: int) -> str:
+    """Returns a note if an executor had no time for all numbers of tokens."""
     had = min(len(rank.us) for rank in by_rank)
-    if had == wanted or any(rank.refused for rank in by_rank):
-        return {}
-    return {part.name: f"{part}: {had} of {wanted} numbers of tokens"}
+    complete = had == wanted or any(rank.refused for rank in by_rank)
+    return "" if complete else f"{part}: {had} of {wanted} numbers of tokens"
 
 
 # ---- rows of the plan -------------------------------------------------------------------------------------------

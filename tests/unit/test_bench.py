@@ -251,7 +251,7 @@ def test_every_pair_of_a_layer_is_measured_or_left_out(tmp_path, capsys) -> None
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("layer --shapes huge", "--shape 'huge': expected one of tiny, gpt-oss-120b"),
+        ("layer --shapes huge", "shape 'huge': expected one of tiny, gpt-oss-120b"),
         ("layer --tokens -3", "expected at least one number, none below"),
         ("layer --tokens", "expected at least one number, none below"),
         ("layer --tokens 8 --replicas 2", "say which, --routing"),

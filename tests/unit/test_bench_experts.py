@@ -128,10 +128,10 @@ def test_the_floor_is_of_the_arithmetic_that_is_allowed(activations, us):
 
 
 def test_sampled_routing_is_distinct_even_and_repeatable():
-    ids = sample_ids(4000, 4, 32, CPU, seed=3)
+    ids = sample_ids(4000, 4, 32, CPU)
     assert ids.dtype == torch.int32
     assert all(len(set(row)) == 4 for row in ids.tolist())
-    assert torch.equal(ids, sample_ids(4000, 4, 32, CPU, seed=3))
+    assert torch.equal(ids, sample_ids(4000, 4, 32, CPU))
     counts = torch.bincount(ids.flatten(), minlength=32)
     assert counts.min() > 400
     assert counts.max() < 600

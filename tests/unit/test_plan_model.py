@@ -284,7 +284,7 @@ def test_the_hottest_rank_sets_the_pace() -> None:
 
 def test_replicas_cool_the_hottest_rank_down() -> None:
     def rows(**changes) -> dict[str, dict]:
-        world = SimulatedWorld(DEEPSEEK, 16, 8, H200, "zipf:1.1:0", **changes)
+        world = SimulatedWorld(DEEPSEEK, ParallelConfig(16, ranks_per_host=8), H200, "zipf:1.1:0", **changes)
         return {row["transport"]: row for row in simulated(world, 256) if not isinstance(row, str)}
 
     plain, shared, alone = rows(), rows(replicas=16), rows(replicas=16, one_replica=True)
