@@ -11,11 +11,12 @@ import torch
 
 from eprt.errors import ConfigError, EprtError
 from eprt.files import write_whole
+from eprt.json_files import parse, read_bounded
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
 from eprt.world.agree import Header, exchange
 
-FORMAT, VERSION = "eprt expert counts", 1
+FORMAT, VERSION, MAX_BYTES = "eprt expert counts", 1, 16 << 20
 Counts = Mapping[int, tuple[int, ...]]  # layer number -> [E]
 
 
@@ -68,11 +69,8 @@ def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:
 
 def read_counts(path: str | Path) -> Counts:
     """Reads a file of `write_counts`. Raises ConfigError naming the file and what is wrong with it."""
-    try:
-        value = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no file of expert counts: {error}") from error
-    return _checked(value, path)
+    raw = read_bounded(Path(path), MAX_BYTES, ConfigError)
+    return _checked(parse(raw, f"{path} is no file of expert counts", ConfigError), path)
 
 
 def _checked(value: Any, path: str | Path) -> Counts:

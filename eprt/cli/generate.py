@@ -153,7 +153,7 @@ def _require_model(config: dict[str, Any]) -> None:
     if not has_family(config):
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-        if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        if config.get("model_type") not in tuple(CONFIG_MAPPING_NAMES):  # it needn't be a name that can be hashed
             family_for(config)
 
 

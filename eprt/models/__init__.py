@@ -102,17 +102,17 @@ def _require_family(model_type: object, family: object) -> None:
 
 def has_family(hf: dict[str, Any]) -> bool:
     """Returns whether eprt has a reader for the checkpoints of a Hugging Face config."""
-    return hf.get("model_type") in FAMILIES | _REGISTERED
+    model_type = hf.get("model_type")
+    return isinstance(model_type, str) and model_type in FAMILIES | _REGISTERED
 
 
 def family_for(hf: dict[str, Any]) -> ModelFamily:
     """Returns the family of a Hugging Face config. Raises ConfigError if it has none here."""
-    model_type = hf.get("model_type")
-    known = FAMILIES | _REGISTERED
-    if not isinstance(model_type, str) or model_type not in known:
+    model_type, known = hf.get("model_type"), FAMILIES | _REGISTERED
+    if not has_family(hf):
         words = f"expected {', '.join(known)}; eprt.register_family adds one"
         raise ConfigError(f"{where(hf)}: model_type {shown(model_type)} is not supported: {words}")
-    return known[model_type]()
+    return known[str(model_type)]()
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,18 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_before_ranks_start(
     assert "Traceback" not in err
 
 
+def test_a_model_type_that_is_no_text_is_refused_before_ranks_start(
+    tiny: Path, tmp_path: Path, no_ranks, capsys
+) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": ["gpt_oss"]}))
+    assert main([*WORDS, "--model", str(tmp_path / "model")]) == 2
+    err = capsys.readouterr().err
+    assert "model_type ['gpt_oss'] is not supported" in err
+    assert err.count("\n") == 1
+
+
 PROMPTS = [json.dumps({"prompt": [5 + number % 2, 7], "id": number, "tokens": 1}) for number in range(5)]
 ANSWERS = [as_line(prompt, {"tokens": [1, 2], "rank": 0}) for prompt in PROMPTS]
 SETTINGS = {"model": "one", "temperature": 0.5}
