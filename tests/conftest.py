@@ -16,7 +16,7 @@ from support import interpreters
 from support.kept_machine_code import Keeping
 from support.long_tests import GROUPS, LONG, ONE_JOB, SLOW, TRANSFORMERS
 
-from eprt.ranks.launcher import WorldPool
+from eprt.ranks.launcher import RankContext, WorldPool
 from eprt.ranks.servers import preload
 
 # A shell starts background jobs with SIGINT ignored, and so would be what our tests start and then interrupt.
@@ -100,10 +100,23 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def this_process() -> Iterator[Callable[..., object]]:
     """What takes the place of a command's `ranks`, so that it runs on one rank in the test's own process."""
-    from support.one_rank import one_rank
+    from support.ports import free_port
 
-    with one_rank() as ranks:
-        yield ranks
+    from eprt.cli.ranks import Ranks
+
+    timeout_s, context = 60.0, RankContext(0, 1, "cpu")
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (names | {"MASTER_PORT": str(free_port())}).items():
+            patch.setenv(name, value)
+        context.world(timeout_s=timeout_s)
+
+    @contextmanager
+    def ranks(*_: object) -> Iterator[Ranks]:
+        yield Ranks(context, timeout_s)
+
+    yield ranks
+    context.close()
 
 
 @pytest.fixture

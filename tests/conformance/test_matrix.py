@@ -13,7 +13,6 @@ from eprt.conformance.cases import BY_NAME, CASES, CONFIGS, COUNTS, CUT_CASES, R
 from eprt.conformance.checks import CAPACITY, Check, standard_checks
 from eprt.support import Device
 
-PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
 EXECUTORS = ["reference", "torch_grouped"]
 
 
@@ -68,14 +67,14 @@ def test_interleaved_calls_are_open_at_the_same_time(pools, kind, open_at_once):
     assert pools(2).run(jobs.most_open_calls, check=check) == [open_at_once] * 2
 
 
-@pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
+@pytest.mark.parametrize(("dispatcher", "token_format"), jobs.PAIRS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("kind", "dtype"), [("transport", "bf16"), ("interleaved", "f32")])
 def test_transport(pools, size, kind, dtype, dispatcher, token_format):
     run(pools, size, [Check(kind, case, dispatcher, token_format, dtype=dtype) for case in CASES])
 
 
-@pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
+@pytest.mark.parametrize(("dispatcher", "token_format"), jobs.PAIRS)
 @pytest.mark.parametrize(
     ("dtype", "payload"), [("bf16", "fp8_block"), ("bf16", "nvfp4"), ("bf16", "f32"), ("f32", "bf16")]
 )
@@ -83,7 +82,7 @@ def test_packed_transport(pools, dtype, payload, dispatcher, token_format):
     run(pools, 4, [Check("transport", case, dispatcher, token_format, payload=payload, dtype=dtype) for case in CASES])
 
 
-@pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
+@pytest.mark.parametrize(("dispatcher", "token_format"), jobs.PAIRS)
 @pytest.mark.parametrize("moe_tp_size", [2, 4])
 def test_transport_to_ranks_that_share_an_expert(pools, moe_tp_size, dispatcher, token_format):
     """Each of them gets the token, with the same slots."""
@@ -91,7 +90,7 @@ def test_transport_to_ranks_that_share_an_expert(pools, moe_tp_size, dispatcher,
     run(pools, 4, checks)
 
 
-@pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
+@pytest.mark.parametrize(("dispatcher", "token_format"), jobs.PAIRS)
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -108,7 +107,7 @@ def test_cut_cases_are_over_the_capacity_in_a_group_of_two_as_well():
         assert max(rows) > 2 * CAPACITY
 
 
-@pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
+@pytest.mark.parametrize(("dispatcher", "token_format"), jobs.PAIRS)
 @pytest.mark.parametrize(("size", "attention_tp_size", "moe_tp_size"), [(1, 1, 1), (4, 1, 1), (4, 2, 1), (4, 2, 2)])
 def test_layer_cuts_what_is_over_its_capacity(pools, size, attention_tp_size, moe_tp_size, dispatcher, token_format):
     tp = {"attention_tp_size": attention_tp_size, "moe_tp_size": moe_tp_size}
@@ -120,7 +119,7 @@ def test_layer_cuts_what_is_over_its_capacity(pools, size, attention_tp_size, mo
     run(pools, size, checks)
 
 
-@pytest.mark.parametrize(("dispatcher", "token_format"), PAIRS)
+@pytest.mark.parametrize(("dispatcher", "token_format"), jobs.PAIRS)
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
     ("size", "attention_tp_size", "moe_tp_size"), [(2, 1, 2), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 4, 4)]
@@ -151,9 +150,9 @@ def test_layer_under_tensor_parallelism(
 def test_standard_checks_cover_both_dispatchers_formats_and_executors_on_a_cpu():
     checks = standard_checks(4, Device("cpu"))
     layers = {(c.dispatcher, c.token_format, c.executor) for c in checks if c.kind == "layer"}
-    assert layers == {(*pair, executor) for pair in PAIRS for executor in EXECUTORS}
+    assert layers == {(*pair, executor) for pair in jobs.PAIRS for executor in EXECUTORS}
     transports = {(c.dispatcher, c.token_format) for c in checks if c.kind == "transport"}
-    assert transports == set(PAIRS)
+    assert transports == set(jobs.PAIRS)
     assert {c.case for c in checks} == {*CASES, *CUT_CASES}
     assert {c.case for c in checks if c.kind != "layer"} == set(CASES)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.jobs import lost_rank_jobs
 from support.jobs import step_graph_jobs as jobs
+from support.jobs.conformance_jobs import PAIRS
 from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 
 from eprt.config import RuntimeConfig
@@ -21,7 +22,6 @@ from eprt.graphs.recording import Pool, Recording, refusal
 from eprt.ranks.launcher import WorldFailed, launch
 
 SIZE = 4
-PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
 
 
 def runtime(dispatcher: str = "none", token_format: str = "flat", **options) -> RuntimeConfig:

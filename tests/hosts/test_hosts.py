@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosts import ROOT, Network, diary, network, until
+from support.hosts import ROOT, Network, diary, network, progress, until
 from support.jobs.resumable import ITEMS, KILLED_BEFORE
 
 TIMEOUT_S = 6.0
@@ -249,18 +248,13 @@ def run_multinode(made: Network, folder: Path, **settings: str) -> list[Any]:
     return [host.popen(command, folder / f"{i}.log", **shared, **settings) for i, host in enumerate(made.hosts)]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "progress"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 @pytest.mark.parametrize(("names", "kind"), [(("a", "b"), "ipv6"), (("node", "node"), "ipv4")])
 def test_multinode_sh(hosts: Callable[..., Network], tmp_path: Path, note: Note, names: Any, kind: str) -> None:
     started = run_multinode(hosts(names, kind), tmp_path)
     codes = [process.wait(100) for process in started]
     assert codes == [0, 0], [path.read_text()[-3000:] for path in tmp_path.glob("*.log")]
-    assert [row["item"] for row in rows(tmp_path)] == list(range(ITEMS))
-    assert {row["ranks"] for row in rows(tmp_path)} == {4}
+    assert [row["item"] for row in progress(tmp_path)] == list(range(ITEMS))
+    assert {row["ranks"] for row in progress(tmp_path)} == {4}
     note("none, launch/multinode.sh" + ", equal names" * (kind == "ipv4"), "2 x 2", kind, None, 0, "-")
 
 
@@ -271,7 +265,7 @@ def test_multinode_sh_starts_again_with_the_cable_back(
     made = hosts(("node", "node"))
     started = run_multinode(made, tmp_path, MAX_RESTARTS="2", PAUSE_BEFORE="2")
     deadline = time.monotonic() + 60
-    while len(rows(tmp_path)) < KILLED_BEFORE:
+    while len(progress(tmp_path)) < KILLED_BEFORE:
         assert time.monotonic() < deadline, [path.read_text()[-3000:] for path in tmp_path.glob("*.log")]
         time.sleep(0.05)
     at = time.monotonic()
@@ -280,6 +274,6 @@ def test_multinode_sh_starts_again_with_the_cable_back(
     made.hosts[1].cable(True)
     codes = [process.wait(100) for process in started]
     assert codes == [0, 0], [path.read_text()[-3000:] for path in tmp_path.glob("*.log")]
-    assert [row["item"] for row in rows(tmp_path)] == list(range(ITEMS))
-    assert rows(tmp_path)[-1]["generation"] >= 1
+    assert [row["item"] for row in progress(tmp_path)] == list(range(ITEMS))
+    assert progress(tmp_path)[-1]["generation"] >= 1
     note("cable pulled for 8 s, restarted", "2 x 2", "ipv4", time.monotonic() - at, 60, "-")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -10,10 +9,9 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.hosts import ROOT, Network, network
+from support.hosts import ROOT, Network, network, progress
 from support.jobs.resumable import ITEMS, KILLED_BEFORE
 from support.processes import command, descendants
 
@@ -119,11 +117,6 @@ def needs_slurm() -> None:
         pytest.skip(f"{', '.join(missing)} not installed: scripts/test_hosts.sh installs them")
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "progress"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 @pytest.mark.parametrize(("nodes", "ranks", "victim"), [(1, 4, None), (2, 2, 3)])
 def test_the_batch_script(
     cluster: Cluster, tmp_path: Path, note: Note, nodes: int, ranks: int, victim: int | None
@@ -134,7 +127,7 @@ def test_the_batch_script(
     cluster.until(lambda: cluster.state(job) in ("COMPLETED", "FAILED", "CANCELLED"))
     logs = "\n".join(path.read_text()[-3000:] for path in (tmp_path / "job").rglob("*.log"))
     assert cluster.state(job) == "COMPLETED", logs + cluster.logs()
-    found = rows(tmp_path / "job")
+    found = progress(tmp_path / "job")
     assert [row["item"] for row in found] == list(range(ITEMS))
     assert {row["ranks"] for row in found} == {4}
     assert [row["generation"] for row in found] == [
@@ -146,7 +139,7 @@ def test_the_batch_script(
 
 def test_scancel_ends_every_rank(cluster: Cluster, tmp_path: Path, note: Note) -> None:
     job = cluster.submit(tmp_path / "job", 2, 2, PAUSE_BEFORE="2")
-    cluster.until(lambda: len(rows(tmp_path / "job")) == KILLED_BEFORE)
+    cluster.until(lambda: len(progress(tmp_path / "job")) == KILLED_BEFORE)
 
     def ranks() -> list[int]:
         below = [pid for daemon in cluster.daemons for pid in descendants(daemon.pid)]

@@ -207,6 +207,11 @@ def diary(folder: Path, rank: int) -> dict[str, Any]:
         return {}
 
 
+def progress(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "progress"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def until(
     folder: Path, ranks: Sequence[int], there: Callable[[dict[str, Any]], object], limit_s: float = LIMIT_S
 ) -> None:

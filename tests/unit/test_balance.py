@@ -54,11 +54,6 @@ def test_ids_outside_are_not_counted_and_nothing_is_read() -> None:
     assert load.read().tolist() == [1, 2, 0, 2]
 
 
-def test_counts_come_back_from_their_file(tmp_path) -> None:
-    write_counts(tmp_path / "c.json", {3: [1, 2, 3], 7: torch.tensor([4, 5, 6])})
-    assert read_counts(tmp_path / "c.json") == {3: (1, 2, 3), 7: (4, 5, 6)}
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [

