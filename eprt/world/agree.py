@@ -46,18 +46,16 @@ class Header:
     dtype: torch.dtype | None = torch.bfloat16  # None: one without a code
     fingerprint: int = 0
     group_tokens: int = 0
-    generation: int = 0
     step: int = 0
     words: tuple[int, ...] = ()
-    nonce: int = 0
     settings: Mapping[str, str] | None = None
 
-    def encode(self, failed: bool) -> list[int]:
+    def encode(self, world: Collectives, failed: bool) -> list[int]:
         """Returns the header as a row of one length: `_ROW`, then the words."""
         return [
-            MAGIC ^ self.nonce,
+            MAGIC ^ world.nonce,
             int(failed),
-            self.generation,
+            world.generation,
             self.step,
             _OPERATIONS.index(self.operation),
             self.layer,
@@ -102,13 +100,12 @@ def exchange(world: Collectives, header: Header, error: EprtError | None = None)
         the error of the lowest rank that has one, with its rank in the text unless all ranks have the same.
         WorldMismatch: a table of the fields that differ, the same on every rank.
     """
-    header.generation, header.nonce = world.generation, world.nonce
     if header.operation == "step":
         world.note(f"the start of step {header.step}")
     else:
         header.step = world.step_number
         world.note(header.operation, None if header.layer < 0 else header.layer)
-    own = header.encode(error is not None)
+    own = header.encode(world, error is not None)
     rows = world.gather_words(own)
     if not all(world.alive):  # who is gone agrees, and brings nothing
         gone = (*own[:1], 0, *own[2:_EQUAL], *(0,) * (len(own) - _EQUAL))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from eprt.config import ParallelConfig
-from eprt.errors import RankLost, UsageError
+from eprt.errors import UsageError
 from eprt.tokens import as_bytes
 from eprt.world.guard import Guard
 from eprt.world.process import restarts
@@ -376,9 +376,9 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
-            if self._guard is None:
-                raise RankLost(f"a collective failed before the guard started: {error}", -1, "unknown") from error
-            self._guard.raise_broken(error)
+            if self._guard is not None:
+                self._guard.raise_broken(error)
+            raise
 
     def _pauses(self, ranks: Iterable[int]) -> Iterator[None]:
         """Pauses between two looks at what one of the `ranks` still has to do. Raises RankLost where it won't be done.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.json_files import shown
-from eprt.world.addresses import unresolved
+from eprt.world.addresses import is_loopback, unresolved
 from eprt.world.guard import Guard
 from eprt.world.process import at_exit_leave, boot_id, bounded, number_of, restarts
 from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet
@@ -89,7 +88,7 @@ def start_up(timeout_s: float) -> Iterator[list[Guard]]:
     try:
         yield guards
     except BaseException as error:
-        at_exit_leave()
+        at_exit_leave(if_uncaught=True)
         atexit.register(await_late)  # before it leaves
         for guard in guards:
             guard.leave(f"raised: {type(error).__name__}: {error}")
@@ -151,7 +150,7 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float) -> Rendezv
             message = f"{where} didn't answer within {timeout_s:g} s: {host} serves it, and hasn't started or has ended"
         raise RankLost(f"{message}. Restart the job.", -1, "store") from error
     claim_store(store, silent_s, host)
-    met = meet(store, "world", rank, range(size), timeout_s, silent_s, host)
+    met = meet(store, "world", rank, size, timeout_s, silent_s, host)
     store.set_timeout(timedelta(seconds=2 * timeout_s))
     return met
 
@@ -161,7 +160,7 @@ def rendezvous_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -
     ranks = dist.get_process_group_ranks(group)
     store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    return meet(store, label, rank, range(len(ranks)), timeout_s, silent_after(timeout_s), "torch.distributed's store")
+    return meet(store, label, rank, len(ranks), timeout_s, silent_after(timeout_s), "torch.distributed's store")
 
 
 def silent_after(timeout_s: float) -> float:
@@ -350,7 +349,7 @@ def _loopback_listener(address: str, port: int) -> int | None:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    if not all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found):
+    if not all(is_loopback(str(entry[4][0])) for entry in found):
         return None
     family, kind, _, _, where = found[0]
     listener = socket.socket(family, kind)

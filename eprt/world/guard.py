@@ -44,7 +44,6 @@ logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
 LINGER_S = 3.0
-EXIT_CODE = RankLost.exit_code
 LAST_WORDS = "eprt: no call returned to raise this: "  # of a process that is ended, before the verdict
 _WHY = ("silent", "exited", "raised", "left", "behind", "store", "foreign", "unknown")
 _MAX_WORDS = 2000
@@ -324,4 +323,4 @@ class Guard(Verdicts):
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.write(f"{LAST_WORDS}{self.verdict}\n")  # last: where logs are read
         sys.stderr.flush()
-        os._exit(EXIT_CODE)
+        os._exit(RankLost.exit_code)
