@@ -101,10 +101,10 @@ def rebalance(
         error = found
     signature = 0 if move is None else move.signature
     header = Header("rebalance", -1, 0, fingerprint=fingerprint_of(settings), words=(signature,), settings=settings)
-    peers = exchange(world, header, error)
+    _, signatures = exchange(world, header, error)
     if move is None:
         raise UsageError("the ranks agreed on a rebalance that this one can't make: report this")
-    _require_one_layout(world, [words[0] for words in peers.words])
+    _require_one_layout(world, [words[0] for words in signatures])
     return move.run()
 
 
@@ -193,8 +193,8 @@ class _Move:
             layer.adopt_placement(new)
         self.world.finish_device_work()
         words = int((time.perf_counter() - started) * 1e9), into.numel()
-        peers = exchange(self.world, Header("rebalance", -1, 2, words=words))
-        longest, largest = (max(column) for column in zip(*peers.words, strict=True))
+        _, by_rank = exchange(self.world, Header("rebalance", -1, 2, words=words))
+        longest, largest = (max(column) for column in zip(*by_rank, strict=True))
         return Moved(longest / 1e9, self.slots, largest)
 
 

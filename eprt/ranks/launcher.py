@@ -94,7 +94,6 @@ class WorldPool:
             take turns on the GPU: times mean nothing.
         timeout_s: default limit of one job; a job over it fails with every rank's stack.
         grace_s: after the first failure, how long the other ranks may take to report what they saw.
-        environment: extra variables for the ranks, beside the parent's own and torchrun's.
 
     Raises:
         ConfigError: more CUDA ranks than GPUs, or a size below 1.
@@ -106,7 +105,6 @@ class WorldPool:
         device: str = "cpu",
         timeout_s: float = 60.0,
         grace_s: float = 1.0,
-        environment: dict[str, str] | None = None,
         *,
         share_gpu: bool = False,
     ) -> None:
@@ -122,7 +120,7 @@ class WorldPool:
             raise ConfigError(f"{size} ranks on CUDA need {size} GPUs, {found} are here; use device='cpu'")
         self.size, self.device, self.timeout_s, self.grace_s = size, device, timeout_s, grace_s
         self.closed = False
-        self._environment = (environment or {}) | ({SHARED_GPU: "1"} if share_gpu else {})
+        self._environment = {SHARED_GPU: "1"} if share_gpu else {}
         self._ranks: list[_Rank] = []
         self._store: TCPStore | None = None
         self._folder: Scratch | None = None
@@ -308,13 +306,12 @@ def launch(
     device: str = "cpu",
     timeout_s: float = 60.0,
     grace_s: float = 1.0,
-    environment: dict[str, str] | None = None,
     *,
     share_gpu: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs one job on a fresh world of `size` ranks and returns its results. Raises WorldFailed."""
-    with WorldPool(size, device, timeout_s, grace_s, environment, share_gpu=share_gpu) as pool:
+    with WorldPool(size, device, timeout_s, grace_s, share_gpu=share_gpu) as pool:
         return pool.run(function, **kwargs)
 
 

@@ -264,14 +264,12 @@ class Collectives:
     def gather_control(self, x: torch.Tensor) -> torch.Tensor:
         """Gathers a CPU tensor x[n] of each rank to [W, n], over the control group; zeros for lost ranks."""
         self.require_open()
-        if self.size == 1:
-            return x[None]
-        found = x.new_empty((len(self._ranks), *x.shape))
         if len(self._ranks) == 1:
-            found.copy_(x)
+            found = x[None]
         else:
             if self._control is None:
                 raise UsageError("the world is closed; make a new one")
+            found = x.new_empty((len(self._ranks), *x.shape))
             gather = self._control._allgather_base  # pyright: ignore[reportAttributeAccessIssue]
             self._moved = found.view(-1), x.flatten()
             self._wait(gather(*self._moved))

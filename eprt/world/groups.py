@@ -171,13 +171,8 @@ def silent_after(timeout_s: float) -> float:
 def start_guard(met: Rendezvous, timeout_s: float, device: torch.device) -> Guard:
     """Returns a running guard. It watches a store that torchrun's agent serves; if a rank does, the guards' own links
     tell more."""
-    watched = not hosts_store(0)
-    guard = Guard(
-        met,
-        silent_after(timeout_s),
-        2.0 if device.type == "cuda" else None,
-        met.base.clone() if watched else None,  # pyright: ignore[reportAttributeAccessIssue]
-    )
+    store = None if hosts_store(0) else met.base.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    guard = Guard(met, silent_after(timeout_s), 2.0 if device.type == "cuda" else None, store)
     guard.start()
     return guard
 

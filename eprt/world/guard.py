@@ -5,8 +5,6 @@ timeout. So each process of a World has one `Guard` thread that beats to every p
 (`eprt.world.links`), hears theirs, and agrees with them on one verdict that all raise. The control store has no part in
 that: its host may be what is lost.
 
-Nothing that the store holds decides anything once the ranks have met.
-
 Faults and how they are found, measured from the moment they happen:
     exited  a process is gone: its connection closed, and on this host /proc says so too     one beat
     silent  no heartbeat (stopped, cut off, GIL held)                                        silent_after_s

@@ -125,8 +125,8 @@ class Lifecycle:
                 at_exit_leave()
             if guard.verdict is not None or world._abandoned or guard.stuck:
                 return
-        if guard is not None and guard.left_out and world.device.type == "cuda":
-            self.left_behind.append(world.group)  # NCCL ends a host's ranks together, and the others kept theirs
+            if guard.left_out and world.device.type == "cuda":
+                self.left_behind.append(world.group)  # NCCL ends a host's ranks together, and the others kept theirs
         if self.left_behind:
             return
         for graph in list(world.graphs):  # NCCL ends no communicator that a graph still holds: it waits for ever

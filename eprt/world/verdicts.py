@@ -83,10 +83,7 @@ def cut_off(side: list[int], silent: list[int], same_host: bool, where: str) -> 
 class Verdicts:
     """One rank's part in the verdicts of all. Suspicions and cases are of the guard's thread, but for `_accuse`.
 
-    Args:
-        met: the ranks that take part, and where they listen.
-        silent_after_s: a peer without a heartbeat for this long is lost.
-        exit_after_s: see `Guard`.
+    Its arguments are those of `Guard`.
 
     Attributes:
         verdict: what the ranks agreed on, if anything.
