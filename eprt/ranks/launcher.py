@@ -192,8 +192,6 @@ class WorldPool:
         self.closed = True
         self._destroy()
 
-    # ---- start, watch, end ----------------------------------------------------------------------------------
-
     def _start(self) -> Path:
         """Starts the ranks; returns the world's folder."""
         from torch.distributed import TCPStore

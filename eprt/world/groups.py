@@ -39,8 +39,7 @@ def place() -> tuple[int, int]:
     if not joins_torchrun():
         return 0, 1
     found = {name: os.environ.get(name, "0" if os.environ.get("WORLD_SIZE") == "1" else "") for name in needed}
-    numbers = [int(value) if value.isdecimal() and len(value) < 20 else -1 for value in found.values()]
-    rank, size, port = numbers
+    rank, size, port = (int(value) if value.isdecimal() and len(value) < 20 else -1 for value in found.values())
     if not 0 <= rank < size or not (size == 1 or 0 < port < 65536):
         said = ", ".join(f"{name}={shown(value)}" for name, value in found.items())
         raise ConfigError(

@@ -72,8 +72,6 @@ class Guard(Verdicts):
         self._watch = StoreWatch(store, self._beat_s, silent_after_s)
 
     def start(self) -> None:
-        for peer in self._peers.values():
-            peer.heard_at = time.monotonic()
         self._thread.start()
         self._watch.start()
 

@@ -84,7 +84,7 @@ class Lifecycle:
         """Opens the control group of the ranks that met and, if all are on one host, shared memory. Collective."""
         world = self._world
         world._guard = guard
-        world.nonce = guard.met.number
+        world.nonce = int(guard.met.nonce[:15], 16)  # as a header carries it
         world.generation = generation
         world._control = guard.bounded(lambda: control_group(guard.met, world.timeout_s, world.group), world.timeout_s)
         exchange(world, Header("barrier"))

@@ -70,11 +70,6 @@ class Rendezvous:
         """Erases this rank's part of the key from the store. All ranks have read it; who comes later can't."""
         self.base.delete_key(f"offer/{self.rank}")
 
-    @property
-    def number(self) -> int:
-        """Returns the nonce as a header carries it."""
-        return int(self.nonce[:15], 16)
-
 
 class _Stale(Exception):
     """Rank 0 asked for another rendezvous."""
