@@ -98,8 +98,8 @@ def rebalance(
         for place, (layer, new) in enumerate(zip(layers, placements, strict=True))
     }
     fingerprint, words = fingerprint_of(settings), (move.signature,)
-    peers = exchange(world, Header("rebalance", -1, 0, fingerprint=fingerprint, words=words, settings=settings))
-    _require_one_layout(world, [words[0] for words in peers.words])
+    _, signatures = exchange(world, Header("rebalance", -1, 0, fingerprint=fingerprint, words=words, settings=settings))
+    _require_one_layout(world, [words[0] for words in signatures])
     return move.run()
 
 
@@ -188,8 +188,8 @@ class _Move:
             layer.adopt_placement(new)
         self.world.finish_device_work()
         words = int((time.perf_counter() - started) * 1e9), into.numel()
-        peers = exchange(self.world, Header("rebalance", -1, 2, words=words))
-        longest, largest = (max(column) for column in zip(*peers.words, strict=True))
+        _, by_rank = exchange(self.world, Header("rebalance", -1, 2, words=words))
+        longest, largest = (max(column) for column in zip(*by_rank, strict=True))
         return Moved(longest / 1e9, self.slots, largest)
 
 

@@ -220,7 +220,8 @@ class Dispatcher(ABC):
             return given if given and num_tokens <= given else self.capacity.agree((num_tokens,), given or 0, cut)
         rows, own = 0 if error else given or 0, self.fingerprint
         header = Header(operation, self.layer, call, num_tokens, rows, dtype, own, group_tokens, settings=self.settings)
-        return self.capacity.agree(exchange(self.world, header, error).tokens, given or 0, cut)
+        tokens, _ = exchange(self.world, header, error)
+        return self.capacity.agree(tokens, given or 0, cut)
 
     def send(self, hidden_states: torch.Tensor, topk: TopK, rows: int, *, wait: bool = True) -> Dispatched:
         """Does the second half of `dispatch`: sends the tokens that `agree` has checked.

@@ -25,9 +25,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from multiprocessing import connection
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +37,6 @@ from eprt.ranks.servers import server_of, start_servers
 from eprt.ranks.stacks import RankReport, WorldFailed, read_stack, state_of, tail
 
 if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerProcess
-
     from torch.distributed import TCPStore
 
 __all__ = ["RankContext", "RankReport", "WorldFailed", "WorldPool", "launch"]
@@ -58,10 +55,9 @@ class _Rank:
         context = multiprocessing.get_context("forkserver")
         self.setup = setup
         self.heard_at = 0.0  # when it ended its last job, or itself
-        self.jobs: Connection
         self.jobs, theirs = context.Pipe()
         # A daemon: should the parent leave without closing the pool, multiprocessing ends it.
-        self.process: ForkServerProcess = context.Process(target=serve, args=(setup, theirs), daemon=True)
+        self.process = context.Process(target=serve, args=(setup, theirs), daemon=True)
         with server_of(setup.rank):
             self.process.start()
         theirs.close()
@@ -80,14 +76,12 @@ class _Rank:
     def result(self) -> Any:
         return pickle.loads(self.setup.path("result").read_bytes())
 
-    def kill(self) -> None:
-        """Sends SIGKILL to the rank and whatever it started. Removes the memory that its World was about to share."""
-        if (pid := self.process.pid) is not None:
-            _end(pid)
-            self.process.join(_STACK_WAIT_S)
-            self.jobs.close()
-            for path in Path("/dev/shm").glob(f"eprt-{pid}-*"):
-                path.unlink(missing_ok=True)
+    def reap(self) -> None:
+        """Waits for a rank that got SIGKILL. Removes the memory that its World was about to share."""
+        self.process.join(_STACK_WAIT_S)
+        self.jobs.close()
+        for path in Path("/dev/shm").glob(f"eprt-{self.process.pid}-*"):
+            path.unlink(missing_ok=True)
 
 
 class WorldPool:
@@ -100,7 +94,6 @@ class WorldPool:
             take turns on the GPU: times mean nothing.
         timeout_s: default limit of one job; a job over it fails with every rank's stack.
         grace_s: after the first failure, how long the other ranks may take to report what they saw.
-        environment: extra variables for the ranks, beside the parent's own and torchrun's.
 
     Raises:
         ConfigError: more CUDA ranks than GPUs, or a size below 1.
@@ -112,7 +105,6 @@ class WorldPool:
         device: str = "cpu",
         timeout_s: float = 60.0,
         grace_s: float = 1.0,
-        environment: dict[str, str] | None = None,
         *,
         share_gpu: bool = False,
     ) -> None:
@@ -128,7 +120,7 @@ class WorldPool:
             raise ConfigError(f"{size} ranks on CUDA need {size} GPUs, {found} are here; use device='cpu'")
         self.size, self.device, self.timeout_s, self.grace_s = size, device, timeout_s, grace_s
         self.closed = False
-        self._environment = (environment or {}) | ({SHARED_GPU: "1"} if share_gpu else {})
+        self._environment = {SHARED_GPU: "1"} if share_gpu else {}
         self._ranks: list[_Rank] = []
         self._store: TCPStore | None = None
         self._folder: Scratch | None = None
@@ -168,14 +160,15 @@ class WorldPool:
         """
         if self.closed:
             raise UsageError("the pool is closed; make a new WorldPool")
-        with ExitStack() as on_failure:  # WorldFailed, Ctrl-C, an unpicklable job: leave no process behind
-            on_failure.callback(self._destroy)
-            results = self._watch(pickle.dumps((function, kwargs)), timeout_s or self.timeout_s, not_awaited)
-            on_failure.pop_all()
-        return results
+        try:
+            return self._watch(pickle.dumps((function, kwargs)), timeout_s or self.timeout_s, not_awaited)
+        except BaseException:  # WorldFailed, Ctrl-C, an unpicklable job: leave no process behind
+            self._destroy()
+            raise
 
     def kill(self) -> None:
-        """Sends SIGKILL to all ranks at once, from any thread: the job in progress ends as WorldFailed."""
+        """Sends SIGKILL to all ranks and whatever they started, from any thread: the job in progress ends as
+        WorldFailed."""
         for pid in filter(None, self.pids):
             _end(pid)
 
@@ -198,8 +191,6 @@ class WorldPool:
             self.close()
         self.closed = True
         self._destroy()
-
-    # ---- start, watch, end ----------------------------------------------------------------------------------
 
     def _start(self) -> Path:
         """Starts the ranks; returns the world's folder."""
@@ -299,7 +290,7 @@ class WorldPool:
     def _destroy(self) -> None:
         self.kill()  # all before the first is waited for: a GPU's process takes a second to go
         for rank in self._ranks:
-            rank.kill()
+            rank.reap()
         self._ranks = []
         self._store = None
         if self._folder is not None:
@@ -313,13 +304,12 @@ def launch(
     device: str = "cpu",
     timeout_s: float = 60.0,
     grace_s: float = 1.0,
-    environment: dict[str, str] | None = None,
     *,
     share_gpu: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs one job on a fresh world of `size` ranks and returns its results. Raises WorldFailed."""
-    with WorldPool(size, device, timeout_s, grace_s, environment, share_gpu=share_gpu) as pool:
+    with WorldPool(size, device, timeout_s, grace_s, share_gpu=share_gpu) as pool:
         return pool.run(function, **kwargs)
 
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any, ClassVar
 
 from eprt.errors import EprtError, RankLost
@@ -89,9 +90,9 @@ class WorldFailed(EprtError, RuntimeError):
         text = [f"a world of {len(reports)} ranks failed after {seconds:.1f} s{late}: {blamed}"]
         for report in reports:
             text.append(f"--- rank {report.rank} {report.describe()}")
-            text.append(_indent(report.stack or "no stack: the process is gone or has finished"))
+            text.append(indent(report.stack.strip() or "no stack: the process is gone or has finished", "    "))
             if report.log_tail and report.raised is None:  # else its end repeats the stack
-                text += ["  log:", _indent(report.log_tail)]
+                text += ["  log:", indent(report.log_tail.strip(), "    ")]
         super().__init__("\n".join(text))
 
     def _named(self, rank: int) -> str:
@@ -155,7 +156,3 @@ def tail(path: Path) -> str:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join(lines[-_TAIL_LINES:])
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.strip().splitlines())

@@ -72,7 +72,6 @@ class World(Collectives):
         self._sigterm: Any = None
         self._resources = SharedResources()
         self._lifecycle = Lifecycle(self, owns_default)
-        self._shrinking: Shrinking | None = None
         group = membership.group
         if group is not None and self.size > 1:
             with start_up(timeout_s) as guards:
@@ -80,7 +79,7 @@ class World(Collectives):
                     guard = start_guard(rendezvous_in_group(group, self.rank, timeout_s), timeout_s, self.device)
                 guards.append(guard)
                 self._lifecycle.start(guard)
-            self._shrinking = Shrinking(self, self._lifecycle, self._resources, guard.met.generation)
+        self._shrinking = Shrinking(self, self._lifecycle, self._resources)
 
     @classmethod
     def from_env(
@@ -273,8 +272,7 @@ class World(Collectives):
         """
         self._sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def _on_sigterm(self, number: int, frame: object) -> None:
-        del number, frame
+    def _on_sigterm(self, *_: object) -> None:
         self._lifecycle.asked_to_leave = True
 
     def _leave_as_asked(self) -> NoReturn:
@@ -323,9 +321,6 @@ class World(Collectives):
             UsageError: no rank is lost or leaves, a step is open, the World is closed, or memory that ranks share can't
                 go on.
         """
-        if self._shrinking is None:
-            self.require_open()
-            raise UsageError("shrink, but no rank is lost: it is for who caught a RankLost, or names who leaves")
         return self._shrinking.shrink(leaving)
 
     def resource(self, key: Hashable, make: Callable[[], T], close: Callable[[T], None] | None = None) -> T:
@@ -388,7 +383,7 @@ class World(Collectives):
         try:
             self._resources.close()
         finally:
-            self.attention_mesh = self.moe_mesh = self._shrinking = None
+            self.attention_mesh = self.moe_mesh = None
             self._lifecycle.end()
 
     def __enter__(self) -> World:

@@ -44,7 +44,7 @@ def own_address() -> str:
     host = socket.gethostname()
     named = _resolve(host)
     towards = _towards(os.environ.get("MASTER_ADDR", ""))
-    if not named or _is_loopback(named[0]):  # gloo takes the first
+    if not named or is_loopback(named[0]):  # gloo takes the first
         what = f"to {named[0]}, which no other host reaches" if named else "to nothing"
         fitting = next((name for name, address in _addresses().items() if address == towards), "eth0")
         raise ConfigError(
@@ -80,12 +80,12 @@ def _towards(host: str) -> str | None:
                 found = str(probe.getsockname()[0])
         except OSError:
             continue
-        if not _is_loopback(found):
+        if not is_loopback(found):
             return found
     return None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -46,18 +46,16 @@ class Header:
     dtype: torch.dtype | None = torch.bfloat16  # None: one without a code
     fingerprint: int = 0
     group_tokens: int = 0
-    generation: int = 0
     step: int = 0
     words: tuple[int, ...] = ()
-    nonce: int = 0
     settings: Mapping[str, str] | None = None
 
-    def encode(self, failed: bool) -> list[int]:
+    def encode(self, world: Collectives, failed: bool) -> list[int]:
         """Returns the header as a row of one length: `_ROW`, then the words."""
         return [
-            MAGIC ^ self.nonce,
+            MAGIC ^ world.nonce,
             int(failed),
-            self.generation,
+            world.generation,
             self.step,
             _OPERATIONS.index(self.operation),
             self.layer,
@@ -81,34 +79,27 @@ _ROW = (
 _EQUAL, _TOKENS, _WORDS = 11, 11, 13  # of a row: how many first words are equal, where T and the words are
 
 
-@dataclass(frozen=True)
-class PeerHeaders:
-    """The values that may differ between ranks that make the same call, in rank order."""
-
-    tokens: tuple[int, ...]
-    words: tuple[tuple[int, ...], ...]
-
-
 def fingerprint_of(settings: Mapping[str, str]) -> int:
     """Returns a 63-bit hash of names and values, whatever their order."""
     digest = hashlib.sha256(repr(sorted(settings.items())).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def exchange(world: Collectives, header: Header, error: EprtError | None = None) -> PeerHeaders:
-    """Compares the ranks' headers, and returns every rank's tokens and words. Collective.
+def exchange(
+    world: Collectives, header: Header, error: EprtError | None = None
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Compares the ranks' headers, and returns every rank's tokens, [W], and words, [W, n]. Collective.
 
     Raises:
         the error of the lowest rank that has one, with its rank in the text unless all ranks have the same.
         WorldMismatch: a table of the fields that differ, the same on every rank.
     """
-    header.generation, header.nonce = world.generation, world.nonce
     if header.operation == "step":
         world.note(f"the start of step {header.step}")
     else:
         header.step = world.step_number
         world.note(header.operation, None if header.layer < 0 else header.layer)
-    own = header.encode(error is not None)
+    own = header.encode(world, error is not None)
     rows = world.gather_words(own)
     if not all(world.alive):  # who is gone agrees, and brings nothing
         gone = (*own[:1], 0, *own[2:_EQUAL], *(0,) * (len(own) - _EQUAL))
@@ -118,8 +109,7 @@ def exchange(world: Collectives, header: Header, error: EprtError | None = None)
     if error is not None or any(row[:_EQUAL] != equal for row in rows) or (size > 1 and _uneven(rows, size)):
         _raise_difference(world, header, rows, error)
     num_words = len(header.words)
-    words = tuple(row[_WORDS : _WORDS + num_words] for row in rows)
-    return PeerHeaders(tuple(row[_TOKENS] for row in rows), words)
+    return tuple(row[_TOKENS] for row in rows), tuple(row[_WORDS : _WORDS + num_words] for row in rows)
 
 
 def _uneven(rows: Sequence[Sequence[int]], size: int) -> bool:
@@ -186,8 +176,7 @@ def agree_step(
     log = world.take_call_log()
     header = Header("step", -1, 0, tokens, group_tokens=tokens, step=said, words=own)
     header.fingerprint, header.settings = log.fingerprint, log.settings
-    peers = exchange(world, header, error)
-    return Step(said, peers.tokens, peers.words, world.buckets)
+    return Step(said, *exchange(world, header, error), world.buckets)
 
 
 def _checked_count(name: str, value: object) -> int:

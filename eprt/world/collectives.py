@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from eprt.config import ParallelConfig
-from eprt.errors import RankLost, UsageError
+from eprt.errors import UsageError
 from eprt.tokens import as_bytes
 from eprt.world.guard import Guard
 from eprt.world.process import restarts
@@ -187,7 +187,9 @@ class Collectives:
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Sums this rank's n rows of every rank's x[W * n] to out[n]."""
-        x = self._gathered(x)
+        if len(self._ranks) < self.size:
+            parts = x.chunk(self.size)
+            x = torch.cat([parts[rank] for rank in self._ranks])
         if len(self._ranks) == 1:
             out.copy_(x)
         elif self.device.type == "cuda":
@@ -195,9 +197,9 @@ class Collectives:
         else:
             # gloo's reduce-scatter work never reports completion (torch 2.13), so it can't be bounded. The same bytes
             # as an all-to-all can, and the sum is then made in float32.
-            parts, splits = torch.empty_like(x), [out.shape[0]] * len(self._ranks)
-            self._exchange(parts, x, splits, splits)
-            out.copy_(parts.view(len(self._ranks), *out.shape).sum(0, dtype=torch.float32))
+            received, splits = torch.empty_like(x), [out.shape[0]] * len(self._ranks)
+            self._exchange(received, x, splits, splits)
+            out.copy_(received.view(len(self._ranks), *out.shape).sum(0, dtype=torch.float32))
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_splits: list[int], in_splits: list[int]) -> None:
         """Sends rows of x to ranks by in_splits [W]; out receives theirs by out_splits, which must be what they send.
@@ -217,13 +219,6 @@ class Collectives:
             out.fill_(missing)
         for rank, row in zip(self._ranks, found, strict=True):
             out[rank] = row
-
-    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the parts of x[W * n] that belong to the ranks that are left, [A * n]."""
-        if len(self._ranks) == self.size:
-            return x
-        parts = x.view(self.size, x.shape[0] // self.size, *x.shape[1:])
-        return torch.cat([parts[rank] for rank in self._ranks])
 
     def gather_attention_tp(self, x: torch.Tensor) -> torch.Tensor:
         """Gathers [n, ...] of each attention-TP rank to [attention_tp_size * n, ...] on all of them."""
@@ -264,14 +259,12 @@ class Collectives:
     def gather_control(self, x: torch.Tensor) -> torch.Tensor:
         """Gathers a CPU tensor x[n] of each rank to [W, n], over the control group; zeros for lost ranks."""
         self.require_open()
-        if self.size == 1:
-            return x[None]
-        found = x.new_empty((len(self._ranks), *x.shape))
         if len(self._ranks) == 1:
-            found.copy_(x)
+            found = x[None]
         else:
             if self._control is None:
                 raise UsageError("the world is closed; make a new one")
+            found = x.new_empty((len(self._ranks), *x.shape))
             gather = self._control._allgather_base  # pyright: ignore[reportAttributeAccessIssue]
             self._moved = found.view(-1), x.flatten()
             self._wait(gather(*self._moved))
@@ -376,9 +369,9 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
-            if self._guard is None:
-                raise RankLost(f"a collective failed before the guard started: {error}", -1, "unknown") from error
-            self._guard.raise_broken(error)
+            if self._guard is not None:
+                self._guard.raise_broken(error)
+            raise
 
     def _pauses(self, ranks: Iterable[int]) -> Iterator[None]:
         """Pauses between two looks at what one of the `ranks` still has to do. Raises RankLost where it won't be done.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.json_files import shown
-from eprt.world.addresses import unresolved
+from eprt.world.addresses import is_loopback, unresolved
 from eprt.world.guard import Guard
 from eprt.world.process import at_exit_leave, boot_id, bounded, number_of, restarts
 from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet
@@ -40,8 +39,7 @@ def place() -> tuple[int, int]:
     if not joins_torchrun():
         return 0, 1
     found = {name: os.environ.get(name, "0" if os.environ.get("WORLD_SIZE") == "1" else "") for name in needed}
-    numbers = [int(value) if value.isdecimal() and len(value) < 20 else -1 for value in found.values()]
-    rank, size, port = numbers
+    rank, size, port = (int(value) if value.isdecimal() and len(value) < 20 else -1 for value in found.values())
     if not 0 <= rank < size or not (size == 1 or 0 < port < 65536):
         said = ", ".join(f"{name}={shown(value)}" for name, value in found.items())
         raise ConfigError(
@@ -89,7 +87,7 @@ def start_up(timeout_s: float) -> Iterator[list[Guard]]:
     try:
         yield guards
     except BaseException as error:
-        at_exit_leave()
+        at_exit_leave(if_uncaught=True)
         atexit.register(await_late)  # before it leaves
         for guard in guards:
             guard.leave(f"raised: {type(error).__name__}: {error}")
@@ -151,7 +149,7 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float) -> Rendezv
             message = f"{where} didn't answer within {timeout_s:g} s: {host} serves it, and hasn't started or has ended"
         raise RankLost(f"{message}. Restart the job.", -1, "store") from error
     claim_store(store, silent_s, host)
-    met = meet(store, "world", rank, range(size), timeout_s, silent_s, host)
+    met = meet(store, "world", rank, size, timeout_s, silent_s, host)
     store.set_timeout(timedelta(seconds=2 * timeout_s))
     return met
 
@@ -161,7 +159,7 @@ def rendezvous_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -
     ranks = dist.get_process_group_ranks(group)
     store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    return meet(store, label, rank, range(len(ranks)), timeout_s, silent_after(timeout_s), "torch.distributed's store")
+    return meet(store, label, rank, len(ranks), timeout_s, silent_after(timeout_s), "torch.distributed's store")
 
 
 def silent_after(timeout_s: float) -> float:
@@ -172,13 +170,8 @@ def silent_after(timeout_s: float) -> float:
 def start_guard(met: Rendezvous, timeout_s: float, device: torch.device) -> Guard:
     """Returns a running guard. It watches a store that torchrun's agent serves; if a rank does, the guards' own links
     tell more."""
-    watched = not hosts_store(0)
-    guard = Guard(
-        met,
-        silent_after(timeout_s),
-        2.0 if device.type == "cuda" else None,
-        met.base.clone() if watched else None,  # pyright: ignore[reportAttributeAccessIssue]
-    )
+    store = None if hosts_store(0) else met.base.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    guard = Guard(met, silent_after(timeout_s), 2.0 if device.type == "cuda" else None, store)
     guard.start()
     return guard
 
@@ -350,7 +343,7 @@ def _loopback_listener(address: str, port: int) -> int | None:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    if not all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found):
+    if not all(is_loopback(str(entry[4][0])) for entry in found):
         return None
     family, kind, _, _, where = found[0]
     listener = socket.socket(family, kind)

@@ -5,8 +5,6 @@ timeout. So each process of a World has one `Guard` thread that beats to every p
 (`eprt.world.links`), hears theirs, and agrees with them on one verdict that all raise. The control store has no part in
 that: its host may be what is lost.
 
-Nothing that the store holds decides anything once the ranks have met.
-
 Faults and how they are found, measured from the moment they happen:
     exited  a process is gone: its connection closed, and on this host /proc says so too     one beat
     silent  no heartbeat (stopped, cut off, GIL held)                                        silent_after_s
@@ -44,7 +42,6 @@ logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
 LINGER_S = 3.0
-EXIT_CODE = RankLost.exit_code
 LAST_WORDS = "eprt: no call returned to raise this: "  # of a process that is ended, before the verdict
 _WHY = ("silent", "exited", "raised", "left", "behind", "store", "foreign", "unknown")
 _MAX_WORDS = 2000
@@ -75,8 +72,6 @@ class Guard(Verdicts):
         self._watch = StoreWatch(store, self._beat_s, silent_after_s)
 
     def start(self) -> None:
-        for peer in self._peers.values():
-            peer.heard_at = time.monotonic()
         self._thread.start()
         self._watch.start()
 
@@ -324,4 +319,4 @@ class Guard(Verdicts):
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.write(f"{LAST_WORDS}{self.verdict}\n")  # last: where logs are read
         sys.stderr.flush()
-        os._exit(EXIT_CODE)
+        os._exit(RankLost.exit_code)

@@ -10,7 +10,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from types import TracebackType
@@ -25,7 +25,7 @@ from eprt.json_files import shown
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Collectives
 from eprt.world.groups import control_group, host_number, hosts_store, silent_after
-from eprt.world.guard import EXIT_CODE, Guard
+from eprt.world.guard import Guard
 from eprt.world.process import at_exit_leave, bounded
 from eprt.world.shared_exchange import open_exchange
 
@@ -84,7 +84,7 @@ class Lifecycle:
         """Opens the control group of the ranks that met and, if all are on one host, shared memory. Collective."""
         world = self._world
         world._guard = guard
-        world.nonce = guard.met.number
+        world.nonce = int(guard.met.nonce[:15], 16)  # as a header carries it
         world.generation = generation
         world._control = guard.bounded(lambda: control_group(guard.met, world.timeout_s, world.group), world.timeout_s)
         exchange(world, Header("barrier"))
@@ -122,11 +122,11 @@ class Lifecycle:
         self._unhook()
         if guard is not None:
             if guard.stuck:
-                at_exit_leave(EXIT_CODE)
+                at_exit_leave()
             if guard.verdict is not None or world._abandoned or guard.stuck:
                 return
-        if guard is not None and guard.left_out and world.device.type == "cuda":
-            self.left_behind.append(world.group)  # NCCL ends a host's ranks together, and the others kept theirs
+            if guard.left_out and world.device.type == "cuda":
+                self.left_behind.append(world.group)  # NCCL ends a host's ranks together, and the others kept theirs
         if self.left_behind:
             return
         for graph in list(world.graphs):  # NCCL ends no communicator that a graph still holds: it waits for ever
@@ -184,7 +184,7 @@ class Lifecycle:
     def _exit_code(self, verdict: RankLost | None) -> int:
         uncaught: object = getattr(sys, "last_value", None)
         if verdict is not None or isinstance(uncaught, RankLost):
-            return EXIT_CODE
+            return RankLost.exit_code
         return int(uncaught is not None or not self.left_behind)
 
 
@@ -249,12 +249,9 @@ class SharedResources:
             closer(value)
 
     def close(self) -> None:
-        """Frees everything, the newest first, also when a closer raises; then raises the first such error."""
-        try:
-            while self._held:
-                value, closer, _ = self._held.popitem()[1]
+        """Frees everything, the newest first, also when a closer raises; then raises the last such error."""
+        with ExitStack() as closing:
+            for value, closer, _ in self._held.values():
                 if closer is not None:
-                    closer(value)
-        finally:
-            if self._held:
-                self.close()
+                    closing.callback(closer, value)
+            self._held.clear()

@@ -123,7 +123,7 @@ class Links:
     ) -> None:
         self.rank, self.key = rank, key
         self._peers = set(ranks) - {rank}
-        self._greeting, self._heard, self._closed = greeting, heard, closed
+        self._greeting, self.heard, self._closed = greeting, heard, closed
         self._open: dict[int, _Link] = {}
         self._unproven: dict[_Link, None] = {}  # in order of their coming
         self._warned = False
@@ -195,9 +195,8 @@ class Links:
         logger.debug("%s", why)
         self._warned = True
 
-    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Logs what asyncio couldn't do (accept, without descriptors), not its stack."""
-        del loop
         self.refused(one_block(f"{context['message']}: {context.get('exception')!r}", 300))
 
     def opened(self, peer: int, link: _Link) -> bool:
@@ -208,9 +207,6 @@ class Links:
         for message in self._greeting():
             link.send(message, must=True)
         return True
-
-    def heard(self, peer: int, message: Any) -> None:
-        self._heard(peer, message)
 
     def ended(self, peer: int, link: _Link) -> None:
         if self._open.get(peer) is link:

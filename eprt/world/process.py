@@ -83,14 +83,10 @@ class Member:
     def parse(cls, raw: bytes) -> Member | None:
         """Returns the record that these bytes are, or None."""
         found = record(raw) or {}
-        numbers = {name: found.pop(name, None) for name in ("pid", "size", "restarts")}
-        names = {field.name for field in fields(cls)} - numbers.keys()
-        if found.keys() != names or not all(type(number) is int for number in numbers.values()):
+        if {name: type(value).__name__ for name, value in found.items()} != {f.name: f.type for f in fields(cls)}:
             return None
-        if not all(isinstance(value, str) for value in found.values()):
-            return None
-        texts = {name: one_block(value, 200) for name, value in found.items()}
-        return cls(**{name: int(number or 0) for name, number in numbers.items()}, **texts)  # pyright: ignore
+        cut: dict[str, Any] = {name: one_block(x, 200) if isinstance(x, str) else x for name, x in found.items()}
+        return cls(**cut)
 
     @property
     def home(self) -> tuple[str, str, str]:
@@ -212,25 +208,24 @@ def bounded(call: Callable[[], T], limit_s: float, check: Callable[[], None] = l
             check()
     finally:
         if not outcome.done():
-            at_exit_leave(RankLost.exit_code)
+            at_exit_leave()
     if not outcome.done():
         raise TimeoutError(f"no answer within {limit_s:g} s")
     return outcome.result()
 
 
-def at_exit_leave(code: int | None = None) -> None:
-    """Ends the process at interpreter exit without waiting for threads that never come back.
+def at_exit_leave(*, if_uncaught: bool = False) -> None:
+    """Ends the process with code 75 at interpreter exit, without waiting for threads that never come back.
 
     Args:
-        code: what to end with; None: 75 if an uncaught RankLost is what ends the interpreter, else as it would end.
+        if_uncaught: only if an uncaught RankLost is what ends the interpreter.
     """
     pid = os.getpid()
 
     def leave() -> None:
-        uncaught = isinstance(getattr(sys, "last_value", None), RankLost)
-        if os.getpid() == pid and (code is not None or uncaught):
+        if os.getpid() == pid and (not if_uncaught or isinstance(getattr(sys, "last_value", None), RankLost)):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(RankLost.exit_code if uncaught or code is None else code)
+            os._exit(RankLost.exit_code)
 
     atexit.register(leave)

@@ -14,10 +14,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -46,7 +45,6 @@ class Rendezvous:
         nonce: the name of this meeting, equal on all ranks; anybody may know it.
         key: by which these processes prove that they met. All of them drew a part of it, and `erase` it from the store.
         store: a part of the store for these processes' groups; base: the part that they met in.
-        host: who serves the store, for messages.
     """
 
     rank: int
@@ -57,7 +55,6 @@ class Rendezvous:
     key: bytes
     store: dist.Store
     base: dist.Store
-    host: str
 
     @property
     def generation(self) -> int:
@@ -73,11 +70,6 @@ class Rendezvous:
         """Erases this rank's part of the key from the store. All ranks have read it; who comes later can't."""
         self.base.delete_key(f"offer/{self.rank}")
 
-    @cached_property
-    def number(self) -> int:
-        """Returns the nonce as a header carries it."""
-        return int(self.nonce[:15], 16)
-
 
 class _Stale(Exception):
     """Rank 0 asked for another rendezvous."""
@@ -87,13 +79,11 @@ class _Attempt:
     """A rendezvous under way: bounded calls to the store, below one prefix."""
 
     def __init__(
-        self, base: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, silent_s: float, host: str
+        self, base: dist.Store, rank: int, size: int, timeout_s: float, deadline: float, silent_s: float, host: str
     ) -> None:
         self.store = self._base = base
-        self.rank, self.ranks, self.host = rank, tuple(ranks), host
-        self._first = self.ranks[0]  # who asks for the rendezvous
-        self.timeout_s, self._silent_s = timeout_s, silent_s
-        self.deadline = time.monotonic() + timeout_s
+        self.rank, self.ranks, self.host = rank, range(size), host
+        self.timeout_s, self.deadline, self._silent_s = timeout_s, deadline, silent_s
         self.members: dict[int, Member] = {}
         self._joined = ""  # what rank 0's request said, on the others
 
@@ -113,7 +103,7 @@ class _Attempt:
         living answer. A rank that comes after its rendezvous ended hears what ended it (`Termination.of_this_attempt`).
         """
         mine = json.dumps(asdict(me))
-        if self.rank == self._first:
+        if self.rank == 0:
             self._hear_the_end_of(_NOBODY_ASKED, mine)
             self._ask_anew(me, mine)
             return
@@ -128,7 +118,7 @@ class _Attempt:
                     return
             time.sleep(_LOOK_S)
         self.store = dist.PrefixStore(_NOBODY_ASKED, self._base)
-        self._end_absent([self._first])
+        self._end_absent([0])
 
     def _hear_the_end_of(self, name: str, mine: str) -> None:
         """Raises what ended this attempt's rendezvous before this rank came, once, and says that it heard of it."""
@@ -200,10 +190,8 @@ class _Attempt:
                 self._end_late(names)
             time.sleep(_LOOK_S)
         self.raise_if_terminated()
-        if self.store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
-            # A store may be far away: this is one round trip, not one for each rank.
-            return [bytes(raw) for raw in self.ask(lambda: self.store.multi_get(names))]
-        return [bytes(self.ask(lambda name=name: self.store.get(name))) for name in names]
+        # A store may be far away: this is one round trip, not one for each rank.
+        return [bytes(raw) for raw in self.ask(lambda: self.store.multi_get(names))]
 
     def each(self, what: str, mine: str | None, parse: Callable[[bytes], T | None]) -> dict[int, T]:
         """Returns every rank's `what`, parsed, by rank. Raises as `all`, and where a stranger wrote over one."""
@@ -293,7 +281,7 @@ def meet(
     store: dist.Store,
     label: str,
     rank: int,
-    ranks: Sequence[int],
+    size: int,
     timeout_s: float,
     silent_s: float,
     host: str,
@@ -302,7 +290,6 @@ def meet(
 
     Args:
         label: names the group of ranks; Worlds of one group are told apart by their order.
-        rank, ranks: this one, and all that are to meet, ascending.
         timeout_s: how long to wait for a rank that isn't there; silent_s: for an answer of the store.
         host: who serves the store, for messages.
 
@@ -314,9 +301,8 @@ def meet(
     base = dist.PrefixStore(f"eprt/{job}/{label}", store)
     deadline = time.monotonic() + timeout_s
     while True:
-        attempt = _Attempt(base, rank, ranks, timeout_s, silent_s, host)
-        attempt.deadline = deadline
-        attempt.join(Member.here(len(ranks)))
+        attempt = _Attempt(base, rank, size, timeout_s, deadline, silent_s, host)
+        attempt.join(Member.here(size))
         try:
             return exchange_addresses(attempt)
         except _Stale:
@@ -340,7 +326,7 @@ def exchange_addresses(attempt: _Attempt) -> Rendezvous:
     key = hashlib.sha256("\0".join([job_name(), *(secret for _, secret in offers.values())]).encode()).digest()
     nonce = hashlib.sha256(b"name of " + key).hexdigest()[:32]
     inner = dist.PrefixStore(nonce, attempt.store)
-    return Rendezvous(attempt.rank, members, addresses, listener, nonce, key, inner, attempt.store, attempt.host)
+    return Rendezvous(attempt.rank, members, addresses, listener, nonce, key, inner, attempt.store)
 
 
 def claim_store(store: dist.Store, silent_s: float, host: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,101 +48,6 @@ def whole_groups(lost: Iterable[int], parallel: ParallelConfig) -> set[int]:
     return {peer for rank in lost for peer in range(rank // size * size, rank // size * size + size)}
 
 
-class Agreement:
-    """Agrees with the other ranks, time after time, on who is lost. The control store has no part in it.
-
-    Each rank tells all others whom it goes on without, and adds whom those name that it goes on with, and who is lost
-    meanwhile. It is over, on one rank after the other, when all that are left say the same. What they agree on only
-    grows. A rank that learns of one more while others already make groups is joined by those: they can't end that
-    without the lost rank, and hear of it, too.
-
-    Args:
-        guard: tells and hears; knows who ended.
-        ranks: who was left when they agreed the last time.
-        patience_s: how long to wait for a rank that says something else, or nothing.
-        excluding: who has to go if these do. Raises RankLost if this rank has to.
-    """
-
-    def __init__(
-        self, guard: Guard, ranks: Iterable[int], patience_s: float, excluding: Callable[[set[int]], set[int]]
-    ) -> None:
-        self._guard, self._ranks = guard, set(ranks)
-        self._patience_s, self._excluding = patience_s, excluding
-
-    def reach(self, lost: set[int], leaving: set[int]) -> set[int]:
-        """Returns who is lost, as all that are left say.
-
-        Args:
-            lost: whom this rank knows of, `leaving` among them.
-
-        Raises:
-            RankLost: this rank is out, or too few are left to be sure that no others go on.
-        """
-        board, told = self._guard.board, False
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            grown = self._grown(lost)
-            if grown != lost or not told:
-                lost, told = grown, True
-                self._require_quorum(lost, leaving)
-                board.vote(lost)
-                deadline = time.monotonic() + self._patience_s
-            late = {rank for rank in self._ranks - lost - {self._guard.rank} if set(board.votes.get(rank, ())) != lost}
-            if not late:
-                return lost
-            if time.monotonic() > deadline:
-                lost = self._excluding(lost | late)
-                told = False
-            time.sleep(_LOOK_S)
-
-    def _grown(self, lost: set[int]) -> set[int]:
-        """Adds whom the others name, and who was lost by now. Who is out puts nobody out."""
-        grown, size = lost | set().union(*self._guard.absent()), -1
-        while len(grown) != size:
-            size = len(grown)
-            votes = self._guard.board.votes
-            grown = grown.union(*(votes.get(rank, frozenset()) for rank in self._ranks - grown))
-            grown = self._excluding(grown)
-        return grown
-
-    def _require_quorum(self, lost: set[int], leaving: set[int]) -> None:
-        """Raises RankLost unless these are enough (`may_go_on`). Before a vote: a rank that hears nobody must not put
-        all others out."""
-        ended, _ = self._guard.absent()
-        voters = self._ranks - ended - leaving
-        if not may_go_on(self._ranks - lost, voters):
-            ranks, others = sorted(self._ranks - lost), sorted(voters & lost)
-            message = f"ranks {ranks} can't go on: ranks {others}, which they don't hear, may do so without them"
-            raise RankLost(f"{message}. Restart the job.", -1, "unknown")
-
-
-def free_device(
-    device: torch.device, groups: list[dist.ProcessGroup], release: Callable[[], None], limit_s: float
-) -> None:
-    """Ends the work that this rank's GPU has left of the step in flight.
-
-    Args:
-        groups: whose collectives are given up.
-        release: lets kernels go on that wait in memory of ours; called again and again.
-
-    Raises RankLost if a kernel goes on waiting.
-    """
-    if device.type != "cuda":
-        return
-    for group in groups:
-        with suppress(TimeoutError, RuntimeError):  # what it leaves running is waited for below
-            bounded(lambda group=group: abort(group, device), limit_s)
-    idle = torch.cuda.Event()
-    idle.record()
-    deadline = time.monotonic() + limit_s
-    while not idle.query():
-        release()
-        if time.monotonic() > deadline:
-            message = f"a kernel on this rank's GPU still waits for a lost rank after {limit_s:g} s and can't be freed"
-            raise RankLost(f"{message} (flashinfer's and deepep's can't). Restart the job.", -1, "unknown")
-        time.sleep(_LOOK_S)
-
-
 def abort(group: dist.ProcessGroup, device: torch.device) -> None:
     """Ends the group's collectives, also those that a kernel waits in."""
     backend = group._get_backend(device)
@@ -157,24 +62,24 @@ class Shrinking:
         world: the ranks' collectives.
         life: joins the ranks that are left.
         resources: memory that ranks share, which has to go on, too.
-        generation: of the World when all ranks met.
     """
 
-    def __init__(self, world: Collectives, life: Lifecycle, resources: SharedResources, generation: int) -> None:
+    def __init__(self, world: Collectives, life: Lifecycle, resources: SharedResources) -> None:
         self._world, self._life, self._resources = world, life, resources
-        self._generation = generation
+        self._generation = world.generation  # when all ranks met
 
     def shrink(self, leaving: Iterable[int]) -> Survivors:
         """Does what `World.shrink` says."""
-        world, going = self._world, self._checked_leaving(leaving)
+        world = self._world
+        world.require_open()
+        going = self._checked_leaving(leaving)
         verdict, guard = self._require_reason(going)
         gone = {rank for rank, alive in enumerate(world.alive) if not alive}
         lost = self._excluding(gone | going | set(verdict.ranks if verdict else ()))
         self._end_device_work(lost, verdict)
         self._life.leave_groups()
-        patience_s = world.timeout_s * (2 if world.device.type == "cuda" else 1)
         while True:
-            lost = Agreement(guard, world._ranks, patience_s, self._excluding).reach(lost, going)
+            lost = self._agree(guard, lost, going)
             try:
                 self._join_survivors(guard, lost)
                 break
@@ -205,7 +110,6 @@ class Shrinking:
         """Returns the verdict to go on from; None if ranks only leave. Raises UsageError, RankLost: see
         `World.shrink`."""
         world, guard = self._world, self._world._guard
-        world.require_open()
         if world.current_step is not None:
             raise UsageError(f"shrink inside step {world.current_step.number}: let RankLost leave the step first")
         if guard is None or (guard.verdict is None and all(not world.alive[rank] for rank in leaving)):
@@ -221,27 +125,89 @@ class Shrinking:
         """Returns who has to go if these do. Raises RankLost if this rank has to."""
         lost = whole_groups(lost, self._world.parallel)
         if self._world.rank in lost:
-            self._refuse("the others go on without it", lost)
+            ranks = tuple(sorted(lost))
+            message = f"rank {self._world.rank} can't go on after ranks {list(ranks)} were lost"
+            raise RankLost(f"{message}: the others go on without it. Restart the job.", ranks[0], "unknown", ranks)
         return lost
 
-    def _refuse(self, why: str, lost: set[int]) -> NoReturn:
-        ranks = tuple(sorted(lost))
-        message = f"rank {self._world.rank} can't go on after ranks {list(ranks)} were lost: {why}. Restart the job."
-        raise RankLost(message, ranks[0], "unknown", ranks)
-
     def _end_device_work(self, lost: set[int], verdict: RankLost | None) -> None:
+        """Ends what this rank's GPU has left of the step in flight. Raises RankLost if a kernel goes on waiting."""
         world = self._world
+        if world.device.type != "cuda":
+            return
         if verdict is None:  # peers may still read what this rank sent: its groups aren't aborted
             world.finish_device_work([rank for rank in range(world.size) if rank not in lost])
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
-        else:
-            groups = [group for group in (world.group, world._attention_tp_group) if group is not None]
-            free_device(world.device, groups, self._release_memory, silent_after(world.timeout_s))
+            torch.cuda.synchronize(world.device)
+            return
+        limit_s = silent_after(world.timeout_s)
+        for group in filter(None, (world.group, world._attention_tp_group)):
+            with suppress(TimeoutError, RuntimeError):  # what it leaves running is waited for below
+                bounded(partial(abort, group, world.device), limit_s)
+        idle = torch.cuda.Event()
+        idle.record()
+        deadline = time.monotonic() + limit_s
+        while not idle.query():
+            for memory in self._resources.of_ranks():
+                memory.release()
+            if time.monotonic() > deadline:
+                message = f"a kernel on this rank's GPU still waits for a lost rank after {limit_s:g} s"
+                words = f"{message} and can't be freed (flashinfer's and deepep's can't). Restart the job."
+                raise RankLost(words, -1, "unknown")
+            time.sleep(_LOOK_S)
 
-    def _release_memory(self) -> None:
-        for memory in self._resources.of_ranks():
-            memory.release()
+    def _agree(self, guard: Guard, lost: set[int], leaving: set[int]) -> set[int]:
+        """Returns who is lost, as all that are left say. The control store has no part in it.
+
+        Each rank tells all others whom it goes on without, and adds whom those name that it goes on with, and who is
+        lost meanwhile. It is over, on one rank after the other, when all that are left say the same. What they agree
+        on only grows. A rank that learns of one more while others already make groups is joined by those: they can't
+        end that without the lost rank, and hear of it, too.
+
+        Args:
+            lost: whom this rank knows of, `leaving` among them.
+
+        Raises:
+            RankLost: this rank is out, or too few are left to be sure that no others go on.
+        """
+        world, board, told = self._world, guard.board, False
+        patience_s = world.timeout_s * (2 if world.device.type == "cuda" else 1)
+        deadline = time.monotonic() + patience_s
+        while True:
+            grown = self._grown(guard, lost)
+            if grown != lost or not told:
+                lost, told = grown, True
+                self._require_quorum(guard, lost, leaving)
+                board.vote(lost)
+                deadline = time.monotonic() + patience_s
+            peers = set(world._ranks) - lost - {world.rank}
+            late = {rank for rank in peers if set(board.votes.get(rank, ())) != lost}
+            if not late:
+                return lost
+            if time.monotonic() > deadline:
+                lost = self._excluding(lost | late)
+                told = False
+            time.sleep(_LOOK_S)
+
+    def _grown(self, guard: Guard, lost: set[int]) -> set[int]:
+        """Adds whom the others name, and who was lost by now. Who is out puts nobody out."""
+        grown, size = lost | set().union(*guard.absent()), -1
+        while len(grown) != size:
+            size = len(grown)
+            votes = guard.board.votes
+            grown = grown.union(*(votes.get(rank, frozenset()) for rank in set(self._world._ranks) - grown))
+            grown = self._excluding(grown)
+        return grown
+
+    def _require_quorum(self, guard: Guard, lost: set[int], leaving: set[int]) -> None:
+        """Raises RankLost unless these are enough (`may_go_on`). Before a vote: a rank that hears nobody must not put
+        all others out."""
+        ended, _ = guard.absent()
+        ranks = set(self._world._ranks)
+        voters = ranks - ended - leaving
+        if not may_go_on(ranks - lost, voters):
+            staying, others = sorted(ranks - lost), sorted(voters & lost)
+            message = f"ranks {staying} can't go on: ranks {others}, which they don't hear, may do so without them"
+            raise RankLost(f"{message}. Restart the job.", -1, "unknown")
 
     def _join_survivors(self, guard: Guard, lost: set[int]) -> None:
         """Is a World with the ranks that aren't `lost`. Raises RankLost.

@@ -61,14 +61,10 @@ class Termination:
         return bool(self.boot) and self.boot == boot_id() and started_at() < self.at
 
     @property
-    def rank(self) -> int:
-        return self.ranks[0] if self.ranks else -1
-
-    @property
     def error(self) -> EprtError:
         if self.why == "mismatch":
             return WorldMismatch(self.message)
-        return RankLost(self.message, self.rank, self.why, self.ranks)
+        return RankLost(self.message, self.ranks[0] if self.ranks else -1, self.why, self.ranks)
 
 
 def ask(call: Callable[[], T], silent_s: float, host: str) -> T:

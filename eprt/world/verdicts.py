@@ -83,10 +83,7 @@ def cut_off(side: list[int], silent: list[int], same_host: bool, where: str) -> 
 class Verdicts:
     """One rank's part in the verdicts of all. Suspicions and cases are of the guard's thread, but for `_accuse`.
 
-    Args:
-        met: the ranks that take part, and where they listen.
-        silent_after_s: a peer without a heartbeat for this long is lost.
-        exit_after_s: see `Guard`.
+    Its arguments are those of `Guard`.
 
     Attributes:
         verdict: what the ranks agreed on, if anything.
@@ -110,7 +107,7 @@ class Verdicts:
         self._passed_over: set[int] = set()  # ranks that were asked for a verdict and gave none
         self._stop = threading.Event()
         self._lost = 0  # for good: what is said with another number is of another time
-        self.board = Board(self._members, self._send)
+        self.board = Board(self._members, lambda message: self._thread.do(lambda: self._links.send_all(message)))
 
     def _are_ranks(self, named: Iterable[object]) -> bool:
         return all(isinstance(rank, int) and rank in self._members for rank in named)
@@ -196,10 +193,6 @@ class Verdicts:
     def _greeting(self) -> list[object]:
         """Returns what a peer that connects late has to hear."""
         return [*self._said(), *self.board.said()]
-
-    def _send(self, message: object) -> None:
-        """Sends from any thread."""
-        self._links.send_all(message) if self._thread.here else self._thread.do(lambda: self._links.send_all(message))
 
     def _gone(self, rank: int) -> bool:
         return self._same_home(rank) and ended(self._members[rank].pid)

@@ -26,7 +26,7 @@ def come(
     def one(rank: int) -> Rendezvous | str:
         time.sleep(0.2 if rank == late else 0.0)
         try:
-            return meet(store, "label", rank, range(SIZE), timeout_s, 10.0, host)
+            return meet(store, "label", rank, SIZE, timeout_s, 10.0, host)
         except RankLost as lost:
             return f"{lost.rank} {lost.why}: {lost}"
         except ConfigError as error:

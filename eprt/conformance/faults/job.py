@@ -199,7 +199,7 @@ def _cut_off(world: World, side: Sequence[int], diary: Diary) -> None:
     if guard is None:
         raise UsageError("a World of one rank has no cable")
     links = guard._links
-    send, heard = links.send, links._heard
+    send, heard = links.send, links.heard
 
     def send_all(message: object, must: bool = True) -> None:
         for peer in list(links._open):
@@ -213,7 +213,7 @@ def _cut_off(world: World, side: Sequence[int], diary: Diary) -> None:
         if rank in side:
             heard(rank, message)
 
-    links.send, links.send_all, links._heard = send_near, send_all, hear_near
+    links.send, links.send_all, links.heard = send_near, send_all, hear_near
     diary.note(fault_at=time.monotonic())
     while True:
         guard.raise_if_lost()

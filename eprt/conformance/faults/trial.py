@@ -13,9 +13,10 @@ from typing import Any
 
 from eprt.conformance.faults.job import NoNumbers, WrongOutput, ready, run
 from eprt.conformance.faults.matrix import CUT, Trial
+from eprt.errors import RankLost
 from eprt.ranks.launcher import RankReport, WorldFailed, WorldPool
 from eprt.ranks.scratch import Scratch
-from eprt.world.guard import EXIT_CODE, LAST_WORDS
+from eprt.world.guard import LAST_WORDS
 
 # To make processes, Worlds and layers, which isn't what is timed; and where kernels are compiled, too.
 START_S = {"cpu": 60.0, "cuda": 90.0}
@@ -202,7 +203,7 @@ def _verdict_of(report: RankReport, diary: dict[str, Any]) -> _Verdict | None:
     if raised is not None:
         return _Verdict(raised.error, raised.message, raised.at, raised.lost_rank, raised.why)
     _, said, words = report.log_tail.partition(LAST_WORDS)
-    if report.exit_code == EXIT_CODE and said and report.ended_at is not None:
+    if report.exit_code == RankLost.exit_code and said and report.ended_at is not None:
         return _Verdict("RankLost", words.strip(), report.ended_at, None, "")
     return None
 

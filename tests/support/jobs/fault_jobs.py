@@ -153,7 +153,7 @@ def is_cut_off(context, victim: int) -> str:
         guard = world._guard
         guard._links.send_all = lambda *_, **__: None
         guard._links.send = lambda *_, **__: None
-        guard._links._heard = lambda *_: None
+        guard._links.heard = lambda *_: None
     return _step_until_lost(world)
 
 

@@ -8,8 +8,8 @@ import time
 import torch
 
 from eprt.dispatch import Dispatcher
+from eprt.errors import RankLost
 from eprt.ranks.launcher import RankContext, WorldFailed
-from eprt.world.guard import EXIT_CODE
 from support.builders import caught, die
 from support.jobs.dispatcher_jobs import Pair, batch, dispatcher_of, generator_of, make, stand_in
 
@@ -75,7 +75,7 @@ def unheard(failure: WorldFailed, may_exit: bool) -> list[str]:
         if report.rank == VICTIM:
             continue
         named = report.lost_rank == VICTIM and report.raised.at - killed_at <= LIMIT_S
-        exited = report.exit_code == EXIT_CODE and f"rank {VICTIM} exited" in report.log_tail
+        exited = report.exit_code == RankLost.exit_code and f"rank {VICTIM} exited" in report.log_tail
         if not (named or (may_exit and exited)):
             silent.append(f"rank {report.rank} {report.describe()}\n{report.log_tail}")
     return silent
