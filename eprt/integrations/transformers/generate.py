@@ -129,7 +129,8 @@ def _decode_graphs(
     settings = {"graphs": " ".join(map(str, buckets))}
     words = (round_up(length, _LENGTH_STEP), batch_size, int(bool(reason)))
     header = Header("warmup", -1, 0, words=words, fingerprint=fingerprint_of(settings), settings=settings)
-    lengths, sizes, refused = zip(*exchange(agreement.world, header).words, strict=True)
+    _, by_rank = exchange(agreement.world, header)
+    lengths, sizes, refused = zip(*by_rank, strict=True)
     if not any(refused):
         if isinstance(kept, DecodeGraphs) and kept.serves(buckets, max(sizes), max(lengths)):
             return kept
