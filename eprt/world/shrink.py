@@ -140,9 +140,10 @@ class Shrinking:
             torch.cuda.synchronize(world.device)
             return
         limit_s = silent_after(world.timeout_s)
-        for group in filter(None, (world.group, world._attention_tp_group)):
-            with suppress(TimeoutError, RuntimeError):  # what it leaves running is waited for below
-                bounded(partial(abort, group, world.device), limit_s)
+        for group in (world.group, world._attention_tp_group):
+            if group is not None:
+                with suppress(TimeoutError, RuntimeError):  # what it leaves running is waited for below
+                    bounded(partial(abort, group, world.device), limit_s)
         idle = torch.cuda.Event()
         idle.record()
         deadline = time.monotonic() + limit_s
