@@ -192,7 +192,7 @@ def test_recorded_ids_are_replayed_as_they_are(tmp_path) -> None:
         ("zipf:steep", "could not convert .*; expected uniform, zipf:EXPONENT"),
         ("zipf:1.1:a", "expected uniform, zipf:EXPONENT"),
         ("zipf:-1", "0 or more"),
-        ("{folder}/none.json", "none.json is no file of expert counts"),
+        ("{folder}/none.json", "none.json: can't be read"),
         ("{folder}/none.safetensors", "none.safetensors is no file of recorded ids"),
         ("{folder}/counts.json", "layer 5 is of 4 experts; asked for are 8, top-2"),
         ("{folder}/few.json", "names fewer experts than a token chooses"),
