@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from eprt.bench.baselines import baselines
 from eprt.bench.report import Report, Row, p50_p99, percentile, slowest
@@ -24,7 +25,7 @@ from eprt.conformance import transport
 from eprt.conformance.cases import Batch, make_topk
 from eprt.conformance.oracle import relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, dispatcher_spec, make_dispatcher
-from eprt.errors import EprtError, UnsupportedError
+from eprt.errors import ConfigError, EprtError, UnsupportedError
 from eprt.ranks.process import RankContext
 from eprt.support import Device
 from eprt.timing import host_stopwatch
@@ -222,27 +223,31 @@ def dispatch_rows(case: DispatchCase, by_rank: list[DispatchTimes], bytes_per_us
 def push_rate(context: RankContext) -> float:
     """Returns bytes per microsecond that this rank pushes while all do. Collective; a job for `WorldPool.run`.
 
-    On CUDA stores of the SMs into symmetric memory, on CPU an all-to-all; in a world of two ranks or more.
+    On CUDA stores of the SMs into symmetric memory, on CPU an all-to-all.
+
+    Raises:
+        ConfigError: a world of one.
     """
     world = world_of(context)
+    if world.group is None:
+        raise ConfigError("a world of one has nobody to push to: use 2 ranks or more")
     size, cuda = PUSHED_BYTES[world.device.type], world.device.type == "cuda"
-    with _stores(world, size) if cuda else _all_to_all(world, size) as calls:
+    with _stores(world, world.group, size) if cuda else _all_to_all(world, size) as calls:
         # In a graph: else the host's launches would count as the link's time.
         best = min(min(samples(world, call, graph=cuda, rounds=10, repeats=4)) for call in calls)
     return size * (world.size - 1) / best
 
 
 @contextmanager
-def _stores(world: World, size: int) -> Iterator[list[Callable[[], object]]]:
+def _stores(world: World, group: dist.ProcessGroup, size: int) -> Iterator[list[Callable[[], object]]]:
     """Yields pushes by SM stores. Its frame keeps the memory alive until all ranks have stopped pushing."""
     import torch.distributed._symmetric_memory as symmetric
 
     from eprt.bench.push_triton import push
 
-    assert world.group is not None
     words = size // 8
     memory = symmetric.empty(words * world.size, dtype=torch.int64, device=world.device)
-    handle: Any = symmetric.rendezvous(memory, world.group)
+    handle: Any = symmetric.rendezvous(memory, group)
     source = torch.ones(words, dtype=torch.int64, device=world.device)
     others = [(world.rank + step) % world.size for step in range(1, world.size)]
     places = torch.tensor([handle.buffer_ptrs[peer] + world.rank * size for peer in others], device=world.device)

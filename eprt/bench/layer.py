@@ -17,7 +17,7 @@ from eprt.bench.report import Row, p50_p99
 from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, reason_of, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import EprtError, UnsupportedError
+from eprt.errors import ConfigError, EprtError, UnsupportedError
 from eprt.experts import EXECUTORS
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
@@ -151,7 +151,8 @@ def random_layer(config: MoEConfig, world: World, runtime: RuntimeConfig, number
 def _called_directly(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
     """Does the layer's work without the layer, through the same dispatcher, so that both may alternate."""
     router, dispatcher, executor = layer.router, layer.dispatcher, layer.executor
-    assert router is not None
+    if router is None:
+        raise ConfigError("the bench's layer has a router of its own: this one has none")
     topk, most = router(x), dispatcher.capacity.max_tokens_per_rank
     outputs: list[torch.Tensor] = []
     for start in range(0, max(x.shape[0], 1), most):  # in rounds, where the dispatcher carries no more at once
