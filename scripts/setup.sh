@@ -35,7 +35,7 @@ if [ "$kind" = test ]; then
   kernels=(-r scripts/requirements-kernels.txt)
   "$python" -c 'import triton' 2>/dev/null || kernels+=(triton==3.9.0)
   pip --no-deps "${kernels[@]}" &
-  pip -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot,docs]'
+  pip --no-warn-conflicts -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot,docs]'
   wait $!
 else
   pip -c .venv/torch-constraint.txt -e .
