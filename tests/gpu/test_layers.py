@@ -27,6 +27,14 @@ def test_whole_layer_in_a_graph_with_idle_ranks(pool, case: GpuCase) -> None:
         assert max(errors) <= 1e-2, errors  # bf16 tokens and outputs
 
 
+def test_int4_columns_in_activation_order(pool) -> None:
+    runtime = RuntimeConfig(dispatcher="symm", executor="triton_grouped", max_tokens_per_rank=ROWS)
+    rounds = [counts[:SIZE] for counts in ROUNDS]
+    settings = {"config": graph_layer("int4"), "runtime": runtime, "rounds": rounds}
+    for errors in pool.run(jobs.replayed_layer, **settings, another_order=True):
+        assert max(errors) <= 1e-2, errors  # bf16 tokens and outputs
+
+
 @pytest.mark.parametrize("dispatcher", list(DISPATCHERS))
 @pytest.mark.parametrize("model", WRITERS)
 def test_a_published_checkpoint_gives_the_plain_models_logits(

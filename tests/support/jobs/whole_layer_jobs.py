@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,14 +27,19 @@ def replayed_layer(
     rounds: list[list[int]],
     placements: Sequence[tuple[int, ...]] = (),
     wrong_slots: bool = False,
+    another_order: bool = False,
 ) -> list[float]:
     """Record one call of R rows, replay it with new tokens for each of `rounds` (every rank's count); the errors.
 
     Args:
         placements: slots; the layer is built with the first, and experts move to the next before each later round.
         wrong_slots: move them elsewhere than the ids go.
+        another_order: the experts' columns lie in another order than the hidden states', as GPTQ's `desc_act` has them.
     """
     world, full = context.world(timeout_s=BEHIND_S), full_weights(config)
+    if another_order:
+        order = torch.randperm(config.hidden_size, generator=torch.Generator().manual_seed(1))
+        full = replace(full, hidden_order=order)
     layer = layer_of(world, config, full, runtime, placements[0] if placements else ())
     world.warmup(layer)
     E, K, H, R = config.num_experts, config.top_k, config.hidden_size, runtime.max_tokens_per_rank
