@@ -252,8 +252,12 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
         # so that each may be moved in its widest words.
         order = sorted(sent, key=lambda name: -math.gcd(16, sent[name].shape[1] * sent[name].element_size()))
         index = memory.in_flight.acquire()
+        try:
+            received = memory.dispatch(index, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
+        except BaseException:  # nothing was launched: the buffer is free again
+            memory.in_flight.release(index)
+            raise
         handle.state = BufferCall(index)
-        received = memory.dispatch(index, ids, [sent[name] for name in order], handle.tokens_per_rank, E)
         found = dict(zip(order, received, strict=True))
         from eprt.dispatch import library_triton
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -142,6 +143,22 @@ def test_two_open_calls_come_back_in_either_order_and_a_third_is_refused_everywh
             dispatcher.dispatch(own.hidden, own.topk)
         for one in sent:
             one.handle.close()
+        return transported(dispatcher, CASES[5], "interleaved")
+
+    assert run_ranks(job) == [[]] * SIZE
+
+
+def test_a_dispatch_that_raises_sends_nothing_and_leaves_its_buffer_free(library):
+    def job(world):
+        dispatcher = make(world)
+        own = make_batches(CASES[5], 0, SIZE, dispatcher.config, torch.bfloat16)[world.rank]
+        dispatcher.dispatch(own.hidden, own.topk).handle.close()
+        failing = mock.patch.object(dispatcher._memory, "dispatch", side_effect=RuntimeError("no launch"))
+        with failing, mock.patch.object(dispatcher._memory, "combine") as combined:
+            for _ in range(NUM_BUFFERS + 1):
+                with pytest.raises(RuntimeError, match="no launch"):
+                    dispatcher.dispatch(own.hidden, own.topk)
+        assert combined.call_count == 0
         return transported(dispatcher, CASES[5], "interleaved")
 
     assert run_ranks(job) == [[]] * SIZE
