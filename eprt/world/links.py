@@ -64,7 +64,8 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def do(self, call: Callable[[], None]) -> None:
-        """Runs `call` in the thread and waits for it at most a second: it must happen before this process ends."""
+        """Runs `call` in the thread and waits for it at most a second: it must happen before this process ends. Does
+        nothing in the thread itself, and once that has ended."""
         if not self.alive or self.here:
             return
         done = threading.Event()
