@@ -35,7 +35,7 @@ S = TypeVar("S", bound=CallState)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one call moved between this rank and others (local copies don't count), dispatch and combine together."""
+    """Counts what one call moved between this rank and others in dispatch and combine, local copies left out."""
 
     rows_sent: int = 0
     rows_received: int = 0

@@ -31,7 +31,8 @@ class InFlightBuffers:
         self._what = what
         self._device = device
         self._free = set(range(count))
-        self._last_stream: dict[int, torch.cuda.Stream] = {}
+        self._on_gpu = device.type == "cuda"
+        self._last_stream: dict[int, tuple[int, torch.cuda.Stream]] = {}  # with its number, which is asked for faster
 
     def require_free(self) -> None:
         """Raises UsageError if every buffer is in use."""
@@ -45,8 +46,8 @@ class InFlightBuffers:
         self.require_free()
         index = min(self._free)
         last = self._last_stream.get(index)
-        if last is not None and last.cuda_stream != stream_number(self._device):
-            self._follow(last)
+        if last is not None and last[0] != stream_number(self._device):
+            self._follow(last[1])
         self._free.remove(index)
         return index
 
@@ -56,10 +57,11 @@ class InFlightBuffers:
         self._last_stream.clear()
 
     def release(self, index: int) -> None:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             last = self._last_stream.get(index)
-            if last is None or last.cuda_stream != stream_number(self._device):
-                self._last_stream[index] = torch.cuda.current_stream(self._device)
+            if last is None or last[0] != stream_number(self._device):
+                stream = torch.cuda.current_stream(self._device)
+                self._last_stream[index] = stream.cuda_stream, stream
         self._free.add(index)
 
     def _follow(self, last: torch.cuda.Stream) -> None:

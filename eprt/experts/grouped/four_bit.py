@@ -54,7 +54,8 @@ _CODE_BITS = (6, 7, 8, 15)  # where a code's bits go, mantissa first
 
 
 def mxfp4_factor(scales: torch.Tensor) -> torch.Tensor:
-    """What sums of a row are multiplied by, float32 [.., rows], for scales u8 [.., rows, cols / 32]. NaN stays."""
+    """Returns what sums of a row are multiplied by, float32 [.., rows], for scales u8 [.., rows, cols / 32]. NaN
+    stays."""
     largest = scales.amax(-1)
     factor = torch.exp2(largest.to(torch.float64) - 128).to(torch.float32)
     return torch.where(largest == 255, torch.nan, factor)
@@ -96,8 +97,8 @@ def pack_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def nvfp4_factor(scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """What sums of a row are multiplied by, float32 [parts, rows / parts], for scales e4m3 [rows, cols / 16] and
-    global_scale [parts]. NaN stays."""
+    """Returns what sums of a row are multiplied by, float32 [parts, rows / parts], for scales e4m3 [rows, cols / 16]
+    and global_scale [parts]. NaN stays."""
     spoilt = scales.to(torch.float32).isnan().any(-1).view(global_scale.shape[0], -1)
     return torch.where(spoilt, torch.nan, global_scale.to(torch.float32)[:, None] * NV_FACTOR)
 
@@ -123,7 +124,8 @@ def pack_int4(
 
 
 def int4_factor(scales: torch.Tensor) -> torch.Tensor:
-    """What sums of a row are multiplied by, float32 [rows], for scales [rows, groups]. NaN stays, infinity joins it."""
+    """Returns what sums of a row are multiplied by, float32 [rows], for scales [rows, groups]. NaN stays, infinity
+    becomes it."""
     spoilt = ~scales.isfinite().all(-1)
     return torch.where(spoilt, torch.nan, _row_scale(scales) * INT4_FACTOR)
 
@@ -138,7 +140,7 @@ def _row_scale(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _of_both_rows(bits: torch.Tensor, wide: int) -> torch.Tensor:
-    """Of 16 bits each, int64 [rows, cols / 64 * wide]: both h in a word, [units, ROW_PAIRS * wide]."""
+    """Packs 16 bits each, int64 [rows, cols / 64 * wide], both h in a word: [units, ROW_PAIRS * wide]."""
     bits = padded(bits, wide)
     of = bits.view(bits.shape[0] // UNIT, 4, 2, 8, bits.shape[1] // wide, wide).permute(0, 4, 1, 3, 5, 2)
     of = of.reshape(-1, ROW_PAIRS * wide, 2)
@@ -146,8 +148,8 @@ def _of_both_rows(bits: torch.Tensor, wide: int) -> torch.Tensor:
 
 
 def words_of(codes: torch.Tensor, bits_of: Callable[[], list[list[int]]]) -> torch.Tensor:
-    """Of codes two in a byte, u8 [rows, cols / 2]: l = 0 and 1. `bits_of` returns [8][256]: for (h, j, i), and a byte,
-    its bits in words A and B (the upper)."""
+    """Packs codes two in a byte, u8 [rows, cols / 2]: l = 0 and 1. `bits_of` returns [8][256]: for (h, j, i), and a
+    byte, its bits in words A and B (the upper)."""
     codes = padded(codes, UNIT // 2)
     # rows: unit, w, h, g; columns: unit, q, j, i, t
     shape = codes.shape[0] // UNIT, 4, 2, 8, codes.shape[1] * 2 // UNIT, 2, 2, 2, 4
@@ -157,7 +159,8 @@ def words_of(codes: torch.Tensor, bits_of: Callable[[], list[list[int]]]) -> tor
 
 
 def _scale_words(bits: torch.Tensor, block: int) -> torch.Tensor:
-    """Of the bits of bf16 that are stored, int64 [rows, cols / block]: both h in a word, every other block turned."""
+    """Packs the bits of bf16 that are stored, int64 [rows, cols / block]: both h in a word, every other one
+    turned."""
     first, second = _of_both_rows(bits, UNIT // block).unflatten(1, (-1, 2)).unbind(-1)
     turned = (second >> SCALE_TURN) | (second << (32 - SCALE_TURN))
     return (first | turned & 0xFFFFFFFF).to(torch.int32)  # wraps: the same bits

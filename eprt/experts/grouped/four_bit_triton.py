@@ -45,7 +45,6 @@ _MX_SCALE_BITS = tl.constexpr(MX_SCALE_BITS)
 _NV_SCALE_BITS = tl.constexpr(NV_SCALE_BITS)
 _NV_SCALE_ONES = tl.constexpr(NV_SCALE_ONES)
 _SCALE_TURN = tl.constexpr(SCALE_TURN)
-_C_FROM_A = tl.constexpr(C_FROM_A)
 _TURNS_A = tl.constexpr(TURNS_A)
 _TURNS_B = tl.constexpr(TURNS_B)
 

@@ -35,7 +35,7 @@ def _quads(word, field):
 
 @triton.jit
 def row_fields(fields):
-    """Of h = 0 and of h = 1, [.., q], from the words of two rows' fields [..]."""
+    """Returns the fields of h = 0 and of h = 1, [.., q], from the words of two rows' fields [..]."""
     return tl.join(fields & 0xFF, (fields >> 16) & 0xFF), tl.join((fields >> 8) & 0xFF, fields >> 24)
 
 

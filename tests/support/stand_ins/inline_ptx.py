@@ -50,12 +50,13 @@ def _read(registers: dict[str, Bits], operand: str) -> Bits:
 
 
 def _floats(operation: Callable[..., np.ndarray]) -> Callable[..., Bits]:
-    """Of float32."""
+    """Makes an operation on float32 one on bits."""
     return lambda *bits: operation(*(each.view(np.float32) for each in bits)).view(np.uint32)
 
 
 def _bfloats(operation: Callable[..., np.ndarray]) -> Callable[..., Bits]:
-    """Of two bf16, whose results are rounded once: float32 holds them exactly, but for sums of far apart numbers."""
+    """Makes an operation on float32 one on two bf16 a register. Results are rounded once, as float32 holds them exactly
+    but for sums of far apart numbers."""
 
     def of_pairs(*pairs: Bits) -> Bits:
         low = _rounded(operation(*((each << np.uint32(16)).view(np.float32) for each in pairs)))
@@ -71,7 +72,7 @@ def _rounded(values: np.ndarray) -> Bits:
 
 
 def _table(a: Bits, b: Bits, c: Bits, truth: Bits) -> Bits:
-    """Bit by bit the entry of an 8-bit table whose number is (a, b, c)."""
+    """Returns, bit by bit, the entry of an 8-bit table whose number is (a, b, c)."""
     chosen = np.zeros_like(a & b & c)
     for entry in range(8):
         if int(truth) >> entry & 1:
@@ -80,7 +81,7 @@ def _table(a: Bits, b: Bits, c: Bits, truth: Bits) -> Bits:
 
 
 def _permuted(low: Bits, high: Bits, selector: Bits) -> Bits:
-    """Bytes of (low, high), one for each of the selector's four lower nibbles; one above 7 would ask for a sign."""
+    """Returns a byte of (low, high) for each of the selector's four lower nibbles; one above 7 would ask for a sign."""
     chosen = np.zeros_like(low & high & selector)
     for byte in range(4):
         index = selector >> np.uint32(4 * byte) & np.uint32(15)
