@@ -76,6 +76,7 @@ SHAPES: dict[str, ExpertShape] = {
     "kimi-k2-fp8": _shape("Kimi-K2-Instruct", 8),
     "kimi-k2-int4": _shape("Kimi-K2-Thinking", 8),
     "qwen3-30b-a3b": _shape("Qwen3-30B-A3B", 2),
+    "qwen3-30b-fp8": _shape("Qwen3-30B-A3B", 1, "fp8_block"),
     "qwen3-30b-gptq": _shape("Qwen3-30B-A3B-GPTQ-Int4", 1, group=128),
     "qwen3-235b-int4": _shape("Qwen3-235B-A22B-GPTQ-Int4", 4, group=128),
     "glm-4.5-air": _shape("GLM-4.5-Air", 4),

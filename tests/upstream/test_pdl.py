@@ -90,6 +90,16 @@ def test_products(rows, made):
     assert not launches_dependents(made["grouped_gemm"])
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_rows_that_become_e4m3(scheduled, made):
+    matrix = GroupedMatrix.prepare(Dense(torch.zeros(1, 512, 768, dtype=BF16)), None, 1, CPU)
+    gemm = launch.Gemm(matrix, None, "w8a8", launch.Chip(132, False))
+    work = TileSchedule.empty(4, RowTiles(16), CPU) if scheduled else None
+    launch.quantize_rows(torch.zeros(64, 768, dtype=BF16), work, gemm)
+    assert before_the_wait(made["quantize_tiles"]) == []
+    assert launches_dependents(made["quantize_tiles"])
+
+
 def test_routers_read_what_is_constant_first(made):
     """Of the GEMM its weight, of the choice what is added to scores: a load or two each, and nothing is written."""
     rounding = routing.Rounding(F32, F32)

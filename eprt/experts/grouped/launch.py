@@ -254,7 +254,7 @@ def quantize_rows(data: torch.Tensor, work: TileSchedule | None, gemm: Gemm) -> 
         kernel = _prepared_quantize(data.device, data.dtype, work is not None, *map(like, numbers), cut)
         kernel(grid, data, codes, scale, entries, count, data.shape[0], *numbers)
     else:
-        quantize_tiles[grid](data, codes, scale, entries, count, data.shape[0], *numbers, **asdict(cut))
+        quantize_tiles[grid](data, codes, scale, entries, count, data.shape[0], *numbers, **asdict(cut), PDL=False)
     return Rows(codes, scale.view(-1, groups))
 
 
@@ -265,7 +265,7 @@ def _prepared_quantize(
     """Compiles the kernel for strides like these. `listed`: it reads a tile schedule."""
     entries = torch.int32 if listed else None
     arguments = dtype, torch.float8_e4m3fn, torch.float32, entries, entries, 2, stride, skip, width
-    return CachedKernel(quantize_tiles, device, arguments, asdict(cut))
+    return CachedKernel(quantize_tiles, device, arguments, asdict(cut), pdl=True)
 
 
 def both(

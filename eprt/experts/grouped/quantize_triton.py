@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from eprt.experts.grouped.gemm_triton import position
+from eprt.experts.sort_by_expert_triton import pdl_wait
 from eprt.quant.elements import E4M3_MAX, TINY
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -18,7 +19,7 @@ _TINY = tl.constexpr(TINY)
 def quantize_tiles(
     x, codes, scale, entries, num_entries, num_rows, x_stride, x_skip, code_stride,
     K: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-    TAIL: tl.constexpr, SPLIT: tl.constexpr,
+    TAIL: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantizes rows to E4M3: codes [rows, code_stride], scale [rows, ceil(K / GROUP)] float32; x, x_skip as in
     `grouped_gemm`.
@@ -30,10 +31,13 @@ def quantize_tiles(
         GROUP: columns that share a scale, a power of two.  ROWS: rows that are quantized together.
         SPLIT: the rounding error follows in the second half of the columns, with the same scale. A value of at most 448
             leaves at most 16, and of that at most 2^-5, or 2^-10 in all.
+        PDL: see `pdl_wait`.
 
     A value is multiplied by the inverse of its scale: a true division, as `eprt.quant` makes it, takes ten times as
     long as the memory does.
     """
+    if PDL:
+        pdl_wait(True)
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     PIECES: tl.constexpr = GROUPS * ((BLOCK_M + TAIL + ROWS - 1) // ROWS)
     total = tl.cdiv(num_rows, BLOCK_M) if entries is None else tl.load(num_entries)

@@ -139,7 +139,7 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (ANY, BF16_128),
     ),
     "w8a8": (
-        (12, Schedule(16, Tile(128, 128, 6, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
+        (12, Schedule(16, Tile(128, 128, 5, 4, 2, swap=True), Tile(128, 128, 3, 4, 4, swap=True))),
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
         (96, Schedule(64, FP8_64_NARROW, FP8_64_NARROW, tail=16)),
         # On an H200 961, 1650, 3018, 6006 us at 4096, 8192, 16,384, 32,768 tokens of DeepSeek-V3 (EP 4); 988, 1726,
