@@ -1,6 +1,7 @@
 """vLLM's own experts through its modular kernel, fed as its all-gather feeds a rank.
 
-That is all tokens; `expert_map` names the local experts. The names are internals of vLLM 0.26, which 0.32 still has.
+That is all tokens; `expert_map` names the local experts, unless all are. The names are internals of vLLM 0.26, which
+0.32 still has.
 """
 
 from __future__ import annotations
@@ -215,10 +216,7 @@ def _kernel(
     )
     experts = getattr(importlib.import_module(f"{_MOE}.experts.{module}"), name)(moe, quant)
     kernel = modular.FusedMoEKernel(plain(False), experts)
-    local = torch.full((config.num_experts,), -1, dtype=torch.int32, device=device)
-    local[shard.first_expert : shard.end_expert] = torch.arange(
-        shard.num_local_experts, dtype=torch.int32, device=device
-    )
+    local = _expert_map(config.num_experts, shard, device)
 
     def call_for(tokens: FlatTokens) -> Call:
         x, ids, scales = tokens.hidden.data, tokens.ids, tokens.weights.float()
@@ -231,3 +229,14 @@ def _kernel(
         return call
 
     return call_for
+
+
+def _expert_map(num_experts: int, shard: ExpertShard, device: torch.device) -> torch.Tensor | None:
+    """Returns each expert's local number, -1 where it lies elsewhere. None where all are here: vLLM then looks nothing up,
+    nor does it sort a few tokens."""
+    L = shard.num_local_experts
+    if num_experts == L:
+        return None
+    local = torch.full((num_experts,), -1, dtype=torch.int32, device=device)
+    local[shard.first_expert : shard.end_expert] = torch.arange(L, dtype=torch.int32, device=device)
+    return local
