@@ -232,8 +232,8 @@ def _kernel(
 
 
 def _expert_map(num_experts: int, shard: ExpertShard, device: torch.device) -> torch.Tensor | None:
-    """Returns each expert's local number, -1 where it lies elsewhere. None where all are here: vLLM then looks nothing up,
-    nor does it sort a few tokens."""
+    """Returns each expert's local number, -1 where it lies elsewhere; None where all are here: vLLM then looks nothing
+    up, nor does it sort a few tokens."""
     L = shard.num_local_experts
     if num_experts == L:
         return None
