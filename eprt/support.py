@@ -99,23 +99,33 @@ def compiled_for(device: Device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package a backend needs at run time, on Linux: import name, distributions that provide it, oldest version."""
+    """A package a backend needs at run time, on Linux: import name, distributions that provide it, oldest version, and
+    the first newer one that no longer has what the backend calls."""
 
     module: str
     distributions: tuple[str, ...]
     minimum: str
+    below: str = ""
+
+    @property
+    def wanted(self) -> str:
+        """Names the versions as pip does."""
+        return f"{self.distributions[0]}>={self.minimum}{self.below and f',<{self.below}'}"
 
     def check(self) -> Support:
         """Tells whether the installed package satisfies this. Imports nothing."""
         if platform.system() != "Linux":
             return refuse(f"{self.module} runs on Linux only")
-        wanted = f"{self.distributions[0]}>={self.minimum}"
         if importlib.util.find_spec(self.module) is None:
-            return refuse(f"{self.module} is not installed: pip install '{wanted}'")
+            return refuse(f"{self.module} is not installed: pip install '{self.wanted}'")
         # None: no distribution's metadata names it (a bare folder on the path).
         found = next(filter(None, map(installed_version, self.distributions)), None)
-        if found is not None and version_key(found) < version_key(self.minimum):
-            return refuse(f"{self.module} {found} is older than {self.minimum}: pip install '{wanted}'")
+        if found is None:
+            return Support(True)
+        if version_key(found) < version_key(self.minimum):
+            return refuse(f"{self.module} {found} is older than {self.minimum}: pip install '{self.wanted}'")
+        if self.below and version_key(found) >= version_key(self.below):
+            return refuse(f"{self.module} {found} no longer has what is called here: pip install '{self.wanted}'")
         return Support(True)
 
 

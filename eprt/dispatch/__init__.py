@@ -93,7 +93,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             max_ranks=63,  # FlashInfer 0.7.2 moeAlltoAllKernels.h: a 64-bit rank mask, one bit for the invalid id
             top_k_sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22),  # its moeAlltoAllKernels.cu, SWITCH_TOP_K
             moe_tp=False,
-            requirement=Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),
+            requirement=Requirement("flashinfer", ("flashinfer-python",), "0.6.18", below="0.7.4"),
             preference=4,
         ),
         DispatcherSpec(

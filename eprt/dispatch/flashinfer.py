@@ -7,7 +7,8 @@ FlashInfer's classes (`MoeAlltoAll`, and `moe_ep.NVLinkOneSidedAlltoAll` on top 
 process-wide cache keyed by size, so that two Worlds or layers of equal size share one and its flags; they never free
 it; they allow one call at a time; and the place of the combine region follows from the R of the call, so that a fast
 rank's next dispatch with a larger R writes over rows that a slow rank is still combining. The functions below those
-classes have no such state, are the same from 0.6.18 on, and let us place the region: they are what is used here.
+classes have no such state, are the same from 0.6.18 to 0.7.2 (0.7.4 has others), and let us place the region: they are
+what is used here.
 """
 
 from __future__ import annotations
@@ -326,7 +327,8 @@ def load_library() -> Any:
     try:
         from flashinfer.comm import trtllm_moe_alltoall
     except (ImportError, OSError) as error:
-        raise ConfigError(f"flashinfer can't be loaded ({error}): pip install 'flashinfer-python>=0.6.18'") from error
+        wanted = "flashinfer-python>=0.6.18,<0.7.4"
+        raise ConfigError(f"flashinfer can't be loaded ({error}): pip install '{wanted}'") from error
     return trtllm_moe_alltoall
 
 

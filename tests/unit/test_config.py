@@ -149,7 +149,11 @@ def test_a_requirement_names_the_fix() -> None:
     old = Requirement("torch", ("torch",), "999.0").check()
     assert not old
     assert "is older than 999.0" in old.reason
+    new = Requirement("torch", ("torch",), "2.0", below="2.1").check()
+    assert not new
+    assert "no longer has what is called here: pip install 'torch>=2.0,<2.1'" in new.reason
     assert Requirement("torch", ("torch",), "2.0").check()
+    assert Requirement("torch", ("torch",), "2.0", below="999.0").check()
 
 
 def test_whole_numbers_are_rounded_up() -> None:

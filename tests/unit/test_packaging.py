@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("setuptools", minversion="77", reason="builds a wheel: pip install 'setuptools>=77'")
 
 EXTRAS = {
-    "cuda": {"flashinfer-python>=0.6.18", "humming-kernels>=0.1.19"},
+    "cuda": {"flashinfer-python<0.7.4,>=0.6.18", "humming-kernels>=0.1.19"},
     "deepep": {"tokenspeed-deepep==1.2.1.post20251110", "nvidia-nvshmem-cu13>=3.4.5"},
     "cu12": {"nvidia-nccl-cu12"},
     "transformers": {"transformers<6,>=5.17", "accelerate>=1"},
