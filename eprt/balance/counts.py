@@ -11,7 +11,7 @@ import torch
 
 from eprt.errors import ConfigError, EprtError
 from eprt.files import write_whole
-from eprt.json_files import parse, read_bounded
+from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
 from eprt.world.agree import Header, exchange
@@ -83,8 +83,8 @@ def _checked(value: Any, path: str | Path) -> Counts:
         raise ConfigError(f"{path}: layers is missing or empty: expected an object of layer numbers")
     found: dict[int, tuple[int, ...]] = {}
     for name, row in layers.items():
-        if not name.isascii() or not name.isdigit():
-            raise ConfigError(f"{path}: layer {name!r}: expected a layer's number")
+        if not (name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS):
+            raise ConfigError(f"{path}: layer {shown(name)}: expected a layer's number")
         if not isinstance(row, list) or not row or not all(type(n) is int and 0 <= n < 1 << 63 for n in row):
             raise ConfigError(f"{path}: layer {name}: expected a list of counts, one per expert, none negative")
         found[int(name)] = tuple(row)

@@ -63,6 +63,11 @@ def test_ids_outside_are_not_counted_and_nothing_is_read() -> None:
         ('{"format": "eprt expert counts", "version": 2}', "version 1"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {}}', "missing or empty"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"x": [1]}}', "layer 'x'"),
+        pytest.param(
+            f'{{"format": "eprt expert counts", "version": 1, "layers": {{"{"1" * 5000}": [1]}}}}',
+            "layer '1",
+            id="long",
+        ),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1, -1]}}', "layer 1: .*none negative"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1.5]}}', "layer 1"),
     ],
@@ -190,7 +195,8 @@ def test_hosts_are_balanced_first() -> None:
     ("wrong", "says"),
     [
         ({"counts": []}, "counts of 0 experts"),
-        ({"counts": [1, -1]}, "smallest -1"),
+        ({"counts": [1, -1]}, r"counts of 2 experts, \[-1\] among them"),
+        ({"counts": [1.0, float("nan"), 2.0, 3.0]}, r"\[nan\] among them"),
         ({"num_slots": 3}, "3 slots for 4 experts on 2 ranks"),
         ({"num_slots": 2}, "2 slots for 4 experts"),
         ({"domain_size": 0}, "domain_size 0"),
