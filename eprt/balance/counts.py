@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
             on every rank.
     """
     try:
+        require_each("gather_load", layers, ExpertParallelMoE)
         if len({layer.config.num_experts for layer in layers}) != 1:
             raise ConfigError("gather_load takes layers of one number of experts: ask for each kind by itself")
         own = torch.stack([layer.load() for layer in layers])
@@ -40,6 +41,12 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
     every = own.new_empty((world.size * own.shape[0], own.shape[1]))
     world.all_gather(every, own)
     return every.view(world.size, *own.shape).sum(0).cpu()
+
+
+def require_each(what: str, given: object, kind: type) -> None:
+    """Raises ConfigError unless `given` is a sequence of that kind."""
+    if not isinstance(given, Iterable) or not isinstance(given, Sized) or not all(isinstance(x, kind) for x in given):
+        raise ConfigError(f"{what} got {shown(given)}: expected a sequence of {kind.__name__}")
 
 
 def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int, ...]:
