@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from eprt.errors import ConfigError, EprtError
 from eprt.files import write_whole
-from eprt.json_files import parse, read_bounded
+from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
 from eprt.world.agree import Header, exchange
@@ -30,6 +30,7 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
             on every rank.
     """
     try:
+        require_each("gather_load", layers, ExpertParallelMoE)
         if len({layer.config.num_experts for layer in layers}) != 1:
             raise ConfigError("gather_load takes layers of one number of experts: ask for each kind by itself")
         own = torch.stack([layer.load() for layer in layers])
@@ -40,6 +41,12 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
     every = own.new_empty((world.size * own.shape[0], own.shape[1]))
     world.all_gather(every, own)
     return every.view(world.size, *own.shape).sum(0).cpu()
+
+
+def require_each(what: str, given: object, kind: type) -> None:
+    """Raises ConfigError unless `given` is a sequence of that kind."""
+    if not isinstance(given, Iterable) or not isinstance(given, Sized) or not all(isinstance(x, kind) for x in given):
+        raise ConfigError(f"{what} got {shown(given)}: expected a sequence of {kind.__name__}")
 
 
 def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int, ...]:
@@ -83,8 +90,8 @@ def _checked(value: Any, path: str | Path) -> Counts:
         raise ConfigError(f"{path}: layers is missing or empty: expected an object of layer numbers")
     found: dict[int, tuple[int, ...]] = {}
     for name, row in layers.items():
-        if not name.isascii() or not name.isdigit():
-            raise ConfigError(f"{path}: layer {name!r}: expected a layer's number")
+        if not (name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS):
+            raise ConfigError(f"{path}: layer {shown(name)}: expected a layer's number")
         if not isinstance(row, list) or not row or not all(type(n) is int and 0 <= n < 1 << 63 for n in row):
             raise ConfigError(f"{path}: layer {name}: expected a list of counts, one per expert, none negative")
         found[int(name)] = tuple(row)

@@ -10,6 +10,7 @@ from operator import itemgetter
 
 import torch
 
+from eprt.balance.counts import require_each
 from eprt.errors import CapacityError, ConfigError, EprtError, UnsupportedError, UsageError, WorldMismatch
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY, ExpertPlacement
@@ -196,6 +197,8 @@ class _Move:
 def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]) -> None:
     """Raises ConfigError, UsageError."""
     world.require_open()
+    require_each("rebalance", layers, ExpertParallelMoE)
+    require_each("rebalance", placements, ExpertPlacement)
     if world.current_step is not None:
         raise UsageError(f"rebalance inside step {world.current_step.number}: leave the step first")
     if len(layers) != len(placements):

@@ -12,6 +12,7 @@ cool as one in every spare slot would, and the other slots stay empty; experts s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -68,8 +69,9 @@ def plan_placement(
 def _require_sizes(counts: Sequence[int], ranks: int, num_slots: int) -> None:
     """Raises ConfigError."""
     E = len(counts)
-    if E < 1 or any(count < 0 for count in counts):
-        raise ConfigError(f"counts of {E} experts, smallest {min(counts, default=0)}: expected [E], none negative")
+    wrong = [count for count in counts if not 0 <= count < math.inf]
+    if E < 1 or wrong:
+        raise ConfigError(f"counts of {E} experts, {wrong[:1]} among them: expected [E], finite and none negative")
     if num_slots < E or num_slots % ranks:
         raise ConfigError(
             f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, at least {E}"

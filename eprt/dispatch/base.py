@@ -328,8 +328,7 @@ class Dispatcher(ABC):
 
     def _require_world(self) -> None:
         """Raises UsageError without an open world, where no peer can be told anything."""
-        if self.world.closed:
-            raise UsageError(f"{self.spec.name}: the world is closed; make a new one")
+        self.world.require_open()
         if self._generation != self.world.generation:
             self._follow()
 

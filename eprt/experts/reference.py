@@ -66,7 +66,8 @@ def decode_matrix(matrix: Matrix, parts: int) -> torch.Tensor:
     _, rows, cols = matrix.shape
     part_rows = rows // parts
     if isinstance(matrix, Dense):
-        return matrix.data.to(torch.float32, copy=True)  # never the caller's memory: experts may be moved
+        # Never the caller's memory, nor its strides: experts may be moved.
+        return matrix.data.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if isinstance(matrix, Mxfp4):
         return _nibbles(matrix.codes) * _repeat(_look_up(E8M0, matrix.scales), 32, 2, cols)
     if isinstance(matrix, Mxfp8):
@@ -145,8 +146,10 @@ class ReferenceExecutor(PreparedExecutor):
         weights = weights.to(self.device)
         self._gate_up = decode_matrix(weights.gate_up, self.config.activation.parts)
         self._down = decode_matrix(weights.down, 1)
-        biases = [None if bias is None else bias.clone() for bias in (weights.gate_up_bias, weights.down_bias)]
-        self._gate_up_bias, self._down_bias = biases
+        self._gate_up_bias, self._down_bias = (
+            None if bias is None else bias.clone(memory_format=torch.contiguous_format)
+            for bias in (weights.gate_up_bias, weights.down_bias)
+        )
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
         return present(

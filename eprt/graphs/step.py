@@ -122,7 +122,7 @@ class StepGraphs:
             RankLost, WorldMismatch: as `World.step`, and what an earlier step's kernels reported.
         """
         self._check(num_tokens, inputs)
-        with self._step(num_tokens) as step:
+        with torch.no_grad(), self._step(num_tokens) as step:
             bucket = self._captured.get(step.tokens_per_rank)
             if bucket is None:
                 return self._eagerly(num_tokens, inputs, step.tokens_per_rank)
@@ -206,15 +206,14 @@ class StepGraphs:
     def _eagerly(self, num_tokens: int, inputs: Mapping[str, torch.Tensor], tokens_per_rank: int) -> Any:
         """Makes a step over the largest bucket, as the caller would."""
         smallest = self.buckets[0]
-        with torch.no_grad():
-            if num_tokens:
-                return self._forward(**inputs)
-            if self._idle is not None:
-                self._idle()
-            else:
-                self._fill(0, {})
-                with _inside(self._world, tokens_per_rank), self._padding.applied(smallest):
-                    self._forward(**{name: tensor[:smallest] for name, tensor in self._inputs.items()})
+        if num_tokens:
+            return self._forward(**inputs)
+        if self._idle is not None:
+            self._idle()
+        else:
+            self._fill(0, {})
+            with _inside(self._world, tokens_per_rank), self._padding.applied(smallest):
+                self._forward(**{name: tensor[:smallest] for name, tensor in self._inputs.items()})
         return self._captured[smallest].nothing
 
     def _check(self, num_tokens: int, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -246,6 +245,8 @@ class StepGraphs:
             raise InputError(f"inputs are {', '.join(sorted(inputs)) or 'none'}: expected {', '.join(self._empty)}")
         for name, row in self._empty.items():
             tensor, expected = inputs[name], (num_tokens, *row.shape[1:])
+            if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InputError(f"input {name} is a {type(tensor).__name__}: expected a tensor {expected} {row.dtype}")
             if tuple(tensor.shape) != expected or tensor.dtype != row.dtype:
                 raise InputError(
                     f"input {name} is {tuple(tensor.shape)} {tensor.dtype}: expected {expected} {row.dtype}"
@@ -268,12 +269,15 @@ def _inside(world: World, rows: int) -> Iterator[None]:
 
 
 def _require_buckets(buckets: Sequence[int]) -> None:
-    if not buckets or not all(isinstance(rows, int) and rows > 0 for rows in buckets):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"buckets {list(buckets)}: expected at least one positive int")
+    known = list(buckets) if isinstance(buckets, Iterable) else buckets  # pyright: ignore[reportUnnecessaryIsInstance]
+    if type(known) is not list or not known or not all(type(rows) is int and rows > 0 for rows in known):
+        raise ConfigError(f"buckets {known}: expected at least one positive int")
 
 
 def _require_rows(inputs: Mapping[str, torch.Tensor], device: torch.device) -> None:
     for name, row in inputs.items():
+        if not isinstance(row, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"input {name} is a {type(row).__name__}: expected a tensor of one row, [1, ...]")
         if row.dim() < 1 or row.shape[0] != 1 or row.device.type != device.type:
             raise ConfigError(
                 f"input {name} is {tuple(row.shape)} on {row.device}: expected one row, [1, ...], on {device}"

@@ -88,7 +88,8 @@ class ExpertParallelMoE(nn.Module):
         self.see: Callable[[str, TopK | RouterLogits | Dispatched], object] | None = None
         runtime = runtime or RuntimeConfig()
         try:
-            check_kinds(layer, config=config, experts=experts, runtime=runtime, router=router, placement=placement)
+            check_kinds(layer, config=config, experts=experts, runtime=runtime)
+            check_kinds(layer, router=router, shared=shared, latent=latent, placement=placement)
             check_parts(config, router, shared, latent)
             self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
             inside = self.placement.in_slots(config)

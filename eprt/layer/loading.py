@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -84,14 +84,15 @@ class ExpertLoading:
         Raises:
             ConfigError: see `ExpertParallelMoE.load_experts`.
         """
+        if not isinstance(weights, ExpertWeights | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"load_experts got {type(weights).__name__}: expected ExpertWeights, or None")
         if experts is None:
             if weights is None:
                 raise ConfigError("load_experts got no weights, and isn't told of single experts: pass this rank's")
             weights.check(self._config, shard)
             self._require_like(weights)
             return weights, None
-        ids = list(experts)
-        self._require_ids(ids)
+        ids = self._numbers(experts)
         if (weights is None) != (not ids):
             raise ConfigError(
                 f"{len(ids)} experts and {'no' if weights is None else 'some'} weights: pass both, or none of them"
@@ -105,12 +106,14 @@ class ExpertLoading:
         picked = torch.tensor([rows[shard.experts[slot]] for slot in slots], dtype=torch.int64, device=weights.device)
         return (weights.map(lambda tensor: tensor[picked]) if slots else None), slots
 
-    def _require_ids(self, ids: Sequence[object]) -> None:
-        """Raises ConfigError."""
-        wrong = [e for e in ids if not (isinstance(e, int) and 0 <= e < self._config.num_experts)]
-        if wrong or len(set(ids)) != len(ids):
+    def _numbers(self, experts: object) -> list[int]:
+        """Returns the experts' numbers. Raises ConfigError."""
+        ids = list(experts) if isinstance(experts, Iterable) else []
+        known = [e for e in ids if isinstance(e, int) and 0 <= e < self._config.num_experts]
+        if not isinstance(experts, Iterable) or len({*known}) != len(ids):
             most = self._config.num_experts - 1
-            raise ConfigError(f"experts {list(ids)}: expected different numbers of experts, from 0 to {most}")
+            raise ConfigError(f"experts {ids or experts}: expected different numbers of experts, from 0 to {most}")
+        return known
 
     def _require_like(self, weights: ExpertWeights) -> None:
         """Raises ConfigError where tokens travel in an order of columns, or in NVFP4 with a scale, that the new experts

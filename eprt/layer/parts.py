@@ -15,6 +15,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "experts": (ExpertWeights,),
     "runtime": (RuntimeConfig,),
     "router": (Router, type(None)),
+    "shared": (SharedExpertWeights, type(None)),
+    "latent": (LatentWeights, type(None)),
     "placement": (ExpertPlacement, type(None)),
 }
 

@@ -8,7 +8,6 @@ Payload moves over `group` (NCCL on CUDA, gloo on CPU), agreement over a gloo co
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -69,7 +68,6 @@ class World(Collectives):
         self.num_dispatchers = 0
         self.attention_mesh: DeviceMesh | None = None
         self.moe_mesh: DeviceMesh | None = None
-        self._sigterm: Any = None
         self._resources = SharedResources()
         self._lifecycle = Lifecycle(self, owns_default)
         group = membership.group
@@ -156,17 +154,18 @@ class World(Collectives):
                 "World.from_env"
             )
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if rank < 0:
-            raise ConfigError("this process is not in the group: make the World on the ranks that are")
         attention_tp_size = 1 if attention_tp_group is None else dist.get_world_size(attention_tp_group)
+        if min(rank, attention_tp_size) < 0:
+            name = "group" if rank < 0 else "attention_tp_group"
+            raise ConfigError(f"this process is not in the {name}: make the World on the ranks that are")
         parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
         if attention_tp_group is not None:
-            ranks = [dist.get_group_rank(group, r) for r in dist.get_process_group_ranks(attention_tp_group)]
             first = rank // attention_tp_size * attention_tp_size
-            if ranks != list(range(first, first + attention_tp_size)):
+            expected = dist.get_process_group_ranks(group)[first : first + attention_tp_size]
+            if (ranks := dist.get_process_group_ranks(attention_tp_group)) != expected:
                 raise ConfigError(
-                    f"attention_tp_group holds ranks {ranks} of the world: expected the consecutive ranks "
-                    f"{first}..{first + attention_tp_size - 1}; order the mesh as (dp, attention_tp)"
+                    f"attention_tp_group holds torch.distributed's ranks {ranks}: expected {expected}, the consecutive "
+                    "ones of the world; order the mesh as (dp, attention_tp)"
                 )
         return cls(Membership(rank, size, host_device(device), parallel, group, attention_tp_group), timeout_s)
 
@@ -187,9 +186,11 @@ class World(Collectives):
             attention_tp_dim: name of that last dimension.
 
         Raises:
-            ConfigError: another number of dimensions, or the named dimension isn't the last.
+            ConfigError: another number of dimensions, the named dimension isn't the last, or this process isn't in it.
         """
         require_timeout(timeout_s)
+        if mesh.get_coordinate() is None:
+            raise ConfigError("this process is not in the mesh: make the World on the ranks that are")
         names = mesh.mesh_dim_names or ()
         if mesh.ndim == 1 and attention_tp_dim is None:
             group, attention = mesh.get_group(), None
@@ -268,12 +269,11 @@ class World(Collectives):
         """Lets SIGTERM end this rank only after the step in flight: it closes its World, exits with code 0, and its
         peers are told that it `left`. Ranks that are all asked at once all end that way. From the main thread.
 
-        Opt in, since a signal's handler belongs to the program; the one before is run by nobody until `close`.
+        Opt in, since a signal's handler belongs to the program; the one before is run by nobody until `close`, but in
+        forked children. Raises UsageError in another thread, and after `close`.
         """
-        self._sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, *_: object) -> None:
-        self._lifecycle.asked_to_leave = True
+        self.require_open()
+        self._lifecycle.drain_on_sigterm()
 
     def _leave_as_asked(self) -> NoReturn:
         logger.info("rank %d leaves after step %d: it got SIGTERM", self.rank, self.step_number)
@@ -378,8 +378,6 @@ class World(Collectives):
         if self.closed:
             return
         self.closed = True
-        if self._sigterm is not None:
-            signal.signal(signal.SIGTERM, self._sigterm)
         try:
             self._resources.close()
         finally:

@@ -31,14 +31,26 @@ def listen(members: list[Member]) -> socket.socket:
     return listener
 
 
+def named_interface() -> str:
+    """Returns the interface that GLOO_SOCKET_IFNAME names, "" where it names none. Raises ConfigError for one that this
+    host hasn't got: gloo looks for it also where all ranks are on one host."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    names = [name for _, name in socket.if_nameindex()]
+    if interface and interface not in names and _address_of(interface) is None:  # eth0:1 has no number of its own
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME={shown(interface)}: this host has no such interface; it has {', '.join(names)}"
+        )
+    return interface
+
+
 def own_address() -> str:
     """Returns the address of the interface that GLOO_SOCKET_IFNAME names, else the one by which MASTER_ADDR is reached,
     else that of this host's name. Raises ConfigError where other hosts can't reach what gloo would listen on."""
-    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+    if interface := named_interface():
         if (address := _address_of(interface)) is not None:
             return address
         raise ConfigError(
-            f"GLOO_SOCKET_IFNAME={shown(interface)}: this host has no such interface with an address; it has "
+            f"GLOO_SOCKET_IFNAME={shown(interface)}: that interface has no address; choose from "
             f"{', '.join(_addresses())}"
         )
     host = socket.gethostname()

@@ -125,7 +125,7 @@ class Collectives:
         completed_step: number of the last step that this rank left without an exception; -1: none.
         generation: counts restarts of the job and `shrink`s; handles of another generation are refused.
         nonce: drawn when the ranks met, compared in every header; 0 in a world of one.
-        closed: whether the World has ended.
+        closed: whether the World has ended; it has in a forked child of its process.
         buckets: sizes that the R of a step is rounded up to, ascending; what graphs were captured for.
         graphs: CUDA graphs that hold this World's collectives, as long as anybody keeps them; `close` resets them.
         padding: inside a batch that was filled up to a bucket: bool [rows, 1], True where a row holds no token.
@@ -327,7 +327,7 @@ class Collectives:
     def require_open(self) -> None:
         """Raises UsageError after `close`."""
         if self.closed:
-            raise UsageError("the world is closed; make a new one")
+            raise UsageError("the world is closed, as it is in any forked child; make a new one")
 
     def require_whole(self, what: str) -> None:
         """Raises UsageError once a rank is lost."""

@@ -145,6 +145,9 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float) -> Rendezv
         where = f"the control store at {address}:{os.environ['MASTER_PORT']}"
         if why := unresolved(address):
             message = f"{where}: MASTER_ADDR={shown(address)} resolves to nothing on this host ({why})"
+        elif hosts_store(rank) and int(os.environ["MASTER_PORT"]) not in _SERVED:
+            why = one_block(str(error).partition("\n")[0])
+            message = f"{where} can't be served: {why}. Give each job a MASTER_PORT that no other process has"
         else:
             message = f"{where} didn't answer within {timeout_s:g} s: {host} serves it, and hasn't started or has ended"
         raise RankLost(f"{message}. Restart the job.", -1, "store") from error
@@ -303,14 +306,12 @@ def _backend_on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo | 
 
 
 def group_of_ranks(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """Returns the payload group of these global ranks. One that it makes stays until the host ends torch.distributed:
-    destroying it would free its name for a later group of the same ranks (see `control_group`)."""
+    """Returns the payload group of these global ranks, this one among them. One that it makes stays until the host ends
+    torch.distributed: destroying it would free its name for a later group of the same ranks (see `control_group`)."""
     if ranks == list(range(dist.get_world_size())):
         return dist.distributed_c10d._get_default_group()
     made = dist.new_group(ranks, timeout=timedelta(seconds=2 * timeout_s), use_local_synchronization=True)
-    if not isinstance(made, dist.ProcessGroup):
-        raise ConfigError(f"this rank is not one of {ranks}: make the World on the mesh's own ranks")
-    return made
+    return cast("dist.ProcessGroup", made)
 
 
 # Rank 0's servers, by port: they stay until the process ends, since the next World of the same ranks may already have

@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
@@ -20,7 +21,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from eprt.errors import InputError, RankLost
+from eprt.errors import InputError, RankLost, UsageError
 from eprt.json_files import shown
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Collectives
@@ -36,8 +37,10 @@ _STARTED: WeakSet[Lifecycle] = WeakSet()
 
 def _keep_groups_in_child() -> None:
     """Keeps the groups of a forked child from ever being freed. It has none of their threads, for which a gloo group's
-    destructor waits without end (torch 2.13), at the latest as the interpreter ends."""
+    destructor waits without end (torch 2.13), at the latest as the interpreter ends. Its Worlds are closed: peers would
+    take what it writes to shared memory and sockets for its parent's words."""
     for life in list(_STARTED):
+        life._world.closed = True
         for group in life.groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -68,6 +71,7 @@ class Lifecycle:
         self.left_behind: list[object] = []
         self._excepthook: Callable[..., object] = sys.excepthook
         self._finalizer: Finalize | None = None
+        self._sigterm: Any = None  # who handled it before
 
     def start(self, guard: Guard) -> None:
         """Joins the ranks that met, and tells them of this process's end from now on. Collective."""
@@ -151,10 +155,29 @@ class Lifecycle:
         if self.owns_default and dist.is_initialized():
             dist.destroy_process_group()
 
+    def drain_on_sigterm(self) -> None:
+        """Does what `World.drain_on_sigterm` says. Raises UsageError."""
+        if self._sigterm is not None:
+            return
+        try:
+            self._sigterm = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
+        except ValueError as error:
+            raise UsageError("drain_on_sigterm in another thread than the main one, to which signals belong") from error
+
+    def _on_sigterm(self, *_: object) -> None:
+        if self._world.closed or os.getpid() != self._pid:  # below another World's handler, or in a forked child
+            signal.signal(signal.SIGTERM, self._sigterm)
+            signal.raise_signal(signal.SIGTERM)
+        self.asked_to_leave = True
+
     def _unhook(self) -> None:
-        """Takes our excepthook out, and those of Worlds that were closed before but lay below ours."""
-        while isinstance(life := getattr(sys.excepthook, "__self__", None), Lifecycle) and life._world.closed:
+        """Takes our excepthook and our handler of SIGTERM out, and those of Worlds that were closed before but lay
+        below ours."""
+        while (life := _closed(sys.excepthook)) is not None:
             sys.excepthook = life._excepthook
+        with suppress(ValueError):  # in another thread than the main one: then ours passes the signal on
+            while (life := _closed(signal.getsignal(signal.SIGTERM))) is not None:
+                signal.signal(signal.SIGTERM, life._sigterm)
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Tells the peers of an uncaught exception before the interpreter goes."""
@@ -186,6 +209,12 @@ class Lifecycle:
         if verdict is not None or isinstance(uncaught, RankLost):
             return RankLost.exit_code
         return int(uncaught is not None or not self.left_behind)
+
+
+def _closed(hook: object) -> Lifecycle | None:
+    """Returns the lifecycle whose method a hook is, if its World is closed."""
+    life = getattr(hook, "__self__", None)
+    return life if isinstance(life, Lifecycle) and life._world.closed else None
 
 
 class Warmable(Protocol):

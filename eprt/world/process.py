@@ -124,8 +124,8 @@ def restarts() -> int:
 
 
 def job_name() -> str:
-    """Returns the launcher's name of this job; "" if no launcher sets one."""
-    return next((f"{name}={os.environ[name]}" for name in JOB_VARIABLES if os.environ.get(name)), "")
+    """Returns the launcher's name of this job, as it may be shown; "" if no launcher sets one."""
+    return one_block(next((f"{name}={os.environ[name]}" for name in JOB_VARIABLES if os.environ.get(name)), ""))
 
 
 def boot_id() -> str:

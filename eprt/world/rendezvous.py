@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from eprt.errors import EprtError, RankLost, WorldMismatch, one_block
-from eprt.world.addresses import listen
+from eprt.world.addresses import listen, named_interface
 from eprt.world.process import Member, ended, job_name, record
 from eprt.world.termination import TERMINATION, Termination, ask
 
@@ -296,7 +296,9 @@ def meet(
     Raises:
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came, or come later.
         WorldMismatch: another process has this rank's place, or the ranks run different versions.
+        ConfigError: see `named_interface`.
     """
+    named_interface()  # one that is there, or an error before ranks meet
     job = hashlib.sha256(job_name().encode()).hexdigest()[:16]
     base = dist.PrefixStore(f"eprt/{job}/{label}", store)
     deadline = time.monotonic() + timeout_s

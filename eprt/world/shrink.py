@@ -94,7 +94,11 @@ class Shrinking:
 
     def _checked_leaving(self, leaving: Iterable[int]) -> set[int]:
         """Raises InputError unless these ranks of the World can leave, and this one can stay."""
-        world, ranks = self._world, list(leaving)
+        world = self._world
+        try:
+            ranks = list(leaving)
+        except TypeError as error:
+            raise InputError(f"leaving is {leaving!r}: expected a sequence of ranks of this World") from error
         if not all(type(rank) is int and 0 <= rank < world.size for rank in ranks):
             raise InputError(f"leaving is {ranks}: expected ranks of this World, 0 to {world.size - 1}")
         if world.rank in ranks:

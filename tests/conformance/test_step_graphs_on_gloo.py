@@ -17,9 +17,10 @@ from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
-from eprt.graphs import LayerGraphs
+from eprt.graphs import LayerGraphs, StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
 from eprt.ranks.launcher import WorldFailed, launch
+from eprt.world import World
 
 SIZE = 4
 
@@ -110,11 +111,14 @@ def test_what_step_graphs_refuse(pools) -> None:
         "no buckets": "ConfigError: buckets []: expected at least one positive int",
         "no inputs": "ConfigError: StepGraphs without inputs",
         "two rows": "ConfigError: input token is (2,) on cpu: expected one row, [1, ...]",
+        "a row that is a list": "ConfigError: input token is a list: expected a tensor of one row, [1, ...]",
+        "one bucket alone": "ConfigError: buckets 4: expected at least one positive int",
         "buckets differ": "WorldMismatch: the ranks disagree about this call (fingerprint, buckets)",
         "before capture": "UsageError: StepGraphs before capture()",
         "output of other rows": "ConfigError: forward returned (1, 3) for 4 rows: expected tensors [4, ...]",
         "output of no tensor": "ConfigError: forward returned int for 4 rows",
         "another dtype on rank 1": "InputError: rank 1: input token is (3,) torch.int32: expected (3,) torch.int64",
+        "a list on rank 1": "InputError: rank 1: input token is a list: expected a tensor (3,) torch.int64",
         "a row too few on rank 1": "InputError: rank 1: input position is (3,) torch.int64: expected (4,) torch.int64",
         "a missing input": "InputError: inputs are token: expected position, token",
         "more than the step was told": "InputError: a call of 3 tokens in a step that this rank began with",
@@ -128,6 +132,18 @@ def test_what_step_graphs_refuse(pools) -> None:
         for what, said in expected.items():
             # The rank whose own input is wrong names no rank where it raises by itself.
             assert said.replace("rank 1: ", "") in found[what].replace("rank 1: ", ""), (what, found[what])
+
+
+def test_inputs_that_require_gradients_leave_none_behind() -> None:
+    """In place, each step would hang another node onto the graph of the inputs that stay."""
+    with World.from_env("cpu") as world:
+        doubled = torch.nn.Linear(3, 3)
+        graphs = StepGraphs(world, [], lambda x: doubled(x), {"x": torch.zeros(1, 3)}, buckets=(1, 4))
+        graphs.capture()
+        x = torch.ones(2, 3, requires_grad=True)
+        for num_tokens in (2, 1):
+            assert not graphs(num_tokens, x=x[:num_tokens]).requires_grad
+        assert not graphs._inputs["x"].requires_grad
 
 
 class _Layer:

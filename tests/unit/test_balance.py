@@ -38,7 +38,8 @@ def test_a_layer_counts_what_its_tokens_chose(pools, slots) -> None:
 
 
 def test_who_does_not_count_says_so(pools) -> None:
-    for told in pools(2).run(jobs.not_counted):
+    for *told, alone in pools(2).run(jobs.not_counted):
+        assert alone.startswith("ConfigError: gather_load got ExpertParallelMoE")
         assert [text.partition(":")[0] for text in told] == ["UsageError"] * 3
         assert all("RuntimeConfig(count_load=True)" in text for text in told)
 
@@ -63,6 +64,11 @@ def test_ids_outside_are_not_counted_and_nothing_is_read() -> None:
         ('{"format": "eprt expert counts", "version": 2}', "version 1"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {}}', "missing or empty"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"x": [1]}}', "layer 'x'"),
+        pytest.param(
+            f'{{"format": "eprt expert counts", "version": 1, "layers": {{"{"1" * 5000}": [1]}}}}',
+            "layer '1",
+            id="long",
+        ),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1, -1]}}', "layer 1: .*none negative"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1.5]}}', "layer 1"),
     ],
@@ -190,7 +196,8 @@ def test_hosts_are_balanced_first() -> None:
     ("wrong", "says"),
     [
         ({"counts": []}, "counts of 0 experts"),
-        ({"counts": [1, -1]}, "smallest -1"),
+        ({"counts": [1, -1]}, r"counts of 2 experts, \[-1\] among them"),
+        ({"counts": [1.0, float("nan"), 2.0, 3.0]}, r"\[nan\] among them"),
         ({"num_slots": 3}, "3 slots for 4 experts on 2 ranks"),
         ({"num_slots": 2}, "2 slots for 4 experts"),
         ({"domain_size": 0}, "domain_size 0"),

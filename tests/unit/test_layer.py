@@ -80,9 +80,11 @@ UNBUILDABLE = [
     ("shared_output_gate", "ConfigError: rank 1: shared.output_gate is given: the config has none"),
     ("shared_dtype", "ConfigError: rank 1: shared.down is torch.bfloat16: expected torch.float32, as the others"),
     ("shared_half", "ConfigError: rank 1: shared.up is torch.float16: expected bfloat16 or float32"),
+    ("shared_dict", "ConfigError: rank 1: shared is dict: expected SharedExpertWeights"),
     ("shared_list", "ConfigError: rank 1: shared.up is list: expected a tensor (8, 24)"),
     ("latent_swapped", "ConfigError: rank 1: latent.into is (24, 16): the config says (16, 24)"),
     ("latent_bias", "ConfigError: rank 1: latent.out_of_bias is (16,): the config says (24,)"),
+    ("latent_dict", "ConfigError: rank 1: latent is dict: expected LatentWeights"),
     ("latent_dtype", "ConfigError: rank 1: latent.out_of is torch.bfloat16: expected torch.float32, as the others"),
 ]
 

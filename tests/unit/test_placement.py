@@ -190,6 +190,8 @@ def test_with_moe_tp_each_slice_goes_to_its_own_rank(pools) -> None:
         ("others", "WorldMismatch: .*layer 0"),
         ("sizes", "ConfigError: layer 0 has 10 slots, its new placement 12"),
         ("count", "ConfigError: 0 placements for 1 layers"),
+        ("kind", "ConfigError: rank 1: rebalance got \\[None\\]: expected a sequence of ExpertPlacement"),
+        ("alone", "ConfigError: rank 1: rebalance got ExpertParallelMoE.*: expected a sequence of ExpertParallelMoE"),
         ("bytes", "CapacityError: rank 0 would stage .* bytes, most_bytes is 100"),
         ("layout", "WorldMismatch: ranks \\[1\\] hold prepared experts in other dtypes"),
         ("executor", "UnsupportedError: reference can't move experts"),

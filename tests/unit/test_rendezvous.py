@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from eprt.errors import ConfigError, RankLost
+from eprt.errors import ConfigError, RankLost, WorldMismatch
 from eprt.world import process, rendezvous, termination
-from eprt.world.rendezvous import Rendezvous, meet
+from eprt.world.rendezvous import Rendezvous, claim_store, meet
 from eprt.world.termination import AGENT, Termination
 
 SIZE = 3
@@ -92,6 +92,18 @@ def test_the_generation_is_the_most_that_any_launcher_counts(monkeypatch: pytest
     counts = [0, 2, 0]
     monkeypatch.setattr(process, "restarts", lambda: counts.pop() if counts else 0)
     assert [found.generation for found in come(dist.HashStore(), range(SIZE))] == [2] * SIZE
+
+
+@pytest.mark.parametrize("name", ["a job", "a\tjob\u00a0", "\udcff", "long" * 60])
+def test_a_job_of_any_name_knows_its_own_store(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("EPRT_JOB", name)
+    store = dist.HashStore()
+    for _ in range(2):
+        claim_store(store, 5.0, "rank 0")
+    assert len({met.nonce for met in come(store, range(SIZE))}) == 1
+    monkeypatch.setenv("EPRT_JOB", "another")
+    with pytest.raises(WorldMismatch, match="belongs to job"):
+        claim_store(store, 5.0, "rank 0")
 
 
 def test_what_is_wrong_with_one_host_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

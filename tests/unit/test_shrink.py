@@ -165,10 +165,11 @@ def test_ranks_leave_on_purpose(dispatcher: str, leaving: list[int], serves: boo
 
 def test_leavers_that_are_refused() -> None:
     for rank, found in enumerate(launch(jobs.refused_leavers, 4, timeout_s=60.0)):
-        unknown, flag, itself, half, nobody, inside = found
+        unknown, flag, number, itself, half, nobody, inside = found
         assert all(text.startswith("InputError: leaving is [") for text in (unknown, flag, itself, half))
         assert "expected ranks of this World, 0 to 3" in unknown
         assert "expected ranks of this World" in flag
+        assert number == "InputError: leaving is 2: expected a sequence of ranks of this World"
         assert f"on rank {rank} itself" in itself
         assert "an attention-TP group gathers" in half
         assert nobody.startswith("UsageError: shrink, but no rank is lost")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from support.builders import NOTHING, told_alike
 from support.jobs import step_jobs as jobs
+
+from eprt.errors import UsageError
+from eprt.world import World
 
 
 def test_every_rank_sees_all_tokens_and_words(pools) -> None:
@@ -122,3 +129,29 @@ def test_a_world_of_one_has_steps_too() -> None:
     empty, tokens, refusal = jobs.alone()
     assert (empty, tokens) == (1, (2,))
     assert refusal.startswith("a layer gets 3 tokens in a step that this rank began with num_tokens=2")
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_sigterm_is_handled_as_before_once_no_world_drains(in_thread: bool) -> None:
+    """Whichever World closes first, and in whatever thread; forked children never drain."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(os.getpid()))
+    try:
+        with World.from_env("cpu") as first, World.from_env("cpu") as second, ThreadPoolExecutor(1) as thread:
+            for world in (first, first, second):
+                world.drain_on_sigterm()
+            first.close()
+            if (child := os.fork()) == 0:
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(heard != [os.getpid()])
+            assert os.waitpid(child, 0)[1] == 0
+            signal.raise_signal(signal.SIGTERM)
+            assert (second._lifecycle.asked_to_leave, heard) == (True, [])
+            for wrong in (first.drain_on_sigterm, thread.submit(World.from_env("cpu").drain_on_sigterm).result):
+                with pytest.raises(UsageError, match=r"world is closed|in another thread"):
+                    wrong()
+            thread.submit(second.close).result() if in_thread else second.close()
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [os.getpid()]
+    finally:
+        signal.signal(signal.SIGTERM, before)

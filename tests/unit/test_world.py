@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from support.ports import free_port
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import make_dispatcher
-from eprt.errors import ConfigError, InputError, UsageError
+from eprt.errors import ConfigError, InputError, RankLost, UsageError
 from eprt.ranks.launcher import WorldFailed, WorldPool, launch
 from eprt.world import World, collectives, groups
 from eprt.world.collectives import Collectives, Membership
@@ -97,6 +98,7 @@ def test_the_gpu_of_a_host_engine_is_the_one_it_made_current(monkeypatch) -> Non
             with pytest.raises(ConfigError, match="0 CUDA devices here"):
                 World.from_group(dist.group.WORLD, "cuda")
         mesh = SimpleNamespace(ndim=1, mesh_dim_names=("dp",), device_type="cuda", get_group=lambda: dist.group.WORLD)
+        mesh.get_coordinate = lambda: [0]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail(f"set_device({index})"))
@@ -131,7 +133,7 @@ def test_around_groups_and_meshes_of_a_host_engine() -> None:
         assert summed is True
         assert square == (rank // 2, rank % 2, rank // 2, rank % 2)
         assert line == default == (rank, 4)
-        assert refused == "ConfigError"
+        assert refused == ["ConfigError"] * 4
 
 
 def test_resources_are_counted_and_lazy_work_after_warmup_is_an_error(pools) -> None:
@@ -264,6 +266,16 @@ def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, environmen
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=says):
         World.from_env("cpu")
+
+
+def test_a_port_that_another_process_has_is_named(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken.getsockname()[1]}
+        for name, value in names.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(RankLost, match=r"can't be served: .*EADDRINUSE.* Give each job a MASTER_PORT") as failure:
+            World.from_env("cpu", timeout_s=5.0)
+    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize("timeout_s", [-1, 0, float("nan"), float("inf"), 1e300, "60", None, True])

@@ -136,6 +136,8 @@ def refusals(context, what):
         placements = [ExpertPlacement(E, world.parallel, (*range(E), *range(4)))]
     elif what == "count":
         placements = []
+    elif what in (odd := {"kind": (layers, [None]), "alone": (layer, placements)}) and world.rank == 1:
+        layers, placements = odd[what]
     elif what == "bytes":
         options = {"most_bytes": 100}
     elif what == "layout" and world.rank == 1:
@@ -200,6 +202,7 @@ def not_counted(context):
     """What a layer says that doesn't count, asked by one rank, and by all for the sum."""
     world = context.world()
     layer = build(world, range(E))
-    told = [said(ask) for ask in (layer.load, layer.reset_load, lambda: gather_load(world, [layer]))]
+    asked = layer.load, layer.reset_load, lambda: gather_load(world, [layer]), lambda: gather_load(world, layer)
+    told = [said(ask) for ask in asked]
     layer.close()
     return told

@@ -79,9 +79,11 @@ SPOILED = {
     "shared_output_gate": (SharedExpertWeights, lambda w: replace(w, output_gate=w.up[:1])),
     "shared_dtype": (SharedExpertWeights, lambda w: replace(w, down=w.down.bfloat16())),
     "shared_half": (SharedExpertWeights, lambda w: SharedExpertWeights(w.up.half(), w.down.half(), w.gate.half())),
+    "shared_dict": (SharedExpertWeights, lambda w: vars(w)),
     "shared_list": (SharedExpertWeights, lambda w: replace(w, up=w.up.tolist())),
     "latent_swapped": (LatentWeights, lambda w: LatentWeights(w.out_of, w.into)),
     "latent_bias": (LatentWeights, lambda w: replace(w, out_of_bias=w.out_of[0])),
+    "latent_dict": (LatentWeights, lambda w: vars(w)),
     "latent_dtype": (LatentWeights, lambda w: replace(w, out_of=w.out_of.bfloat16())),
 }
 

@@ -103,6 +103,8 @@ def refused(context, wrong):
         "twice": (single(5, [1, 1]), [1, 1]),
         "unknown": (single(5, [1]), [E]),
         "without": (None, [1]),
+        "kind": ({"gate_up": 1}, [1]),
+        "number": (single(5, [1]), 1),
         "size": (single(5, [1]), None),
         "order": (replace(single(5, [1]), hidden_order=torch.arange(H)), [1]),
     }

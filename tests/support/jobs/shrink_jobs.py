@@ -213,7 +213,7 @@ def leave_on_purpose(context, dispatcher: str, leaving: list[int], port: int = 0
 
 def refused_leavers(context) -> list[str]:
     world = context.world(attention_tp_size=2, timeout_s=LIMIT_S)
-    wrong: list[list[Any]] = [[context.size], [True], [world.rank], [3 - world.rank], []]
+    wrong: list[Any] = [[context.size], [True], 2, [world.rank], [3 - world.rank], []]
     found = [said(lambda ranks=ranks: world.shrink(ranks)) for ranks in wrong]
     with world.step(1):
         found.append(said(lambda: world.shrink([2, 3])))

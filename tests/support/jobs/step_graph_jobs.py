@@ -242,12 +242,15 @@ def refusals(context: RankContext) -> dict[str, str]:
     check("no buckets", lambda: made(buckets=()))
     check("no inputs", lambda: made(rows={}))
     check("two rows", lambda: made(rows={"token": torch.zeros(2)}))
+    check("a row that is a list", lambda: made(rows={"token": [0]}))
+    check("one bucket alone", lambda: made(buckets=4))
     check("buckets differ", lambda: made(buckets=(2, 4 + context.rank)).capture())
     check("before capture", lambda: made()(0))
     check("output of other rows", lambda: made(lambda **_: torch.zeros(1, 3)).capture())
     check("output of no tensor", lambda: made(lambda **_: {"x": 3}).capture())
     wrong = {**fed, "token": fed["token"].int()} if context.rank == 1 else fed
     check("another dtype on rank 1", lambda: graphs(3, **wrong))
+    check("a list on rank 1", lambda: graphs(3, **(fed if context.rank != 1 else {**fed, "token": [1, 2, 3]})))
     check("a row too few on rank 1", lambda: graphs(3 + (context.rank == 1), **fed))
     check("a missing input", lambda: graphs(3, token=fed["token"]))
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher
@@ -98,7 +98,14 @@ def around_host_groups(context) -> list[object]:
         with make() as world:
             found.append(tuple(getattr(world, name) for name in names))
             _step(make_dispatcher("none", world, CONFIG, RuntimeConfig()), 3)
-    found.append(caught(lambda: World.from_mesh(mesh, attention_tp_dim="dp"))[0])
+    crossed = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # with ranks that the pairs don't hold
+    other = DeviceMesh("cpu", [2, 3] if context.rank < 2 else [0, 1], _init_backend=False)
+    refused = [
+        lambda: World.from_mesh(mesh, attention_tp_dim="dp"),
+        lambda: World.from_mesh(other, timeout_s=5.0),
+        *(lambda crossed=each: World.from_group(mine, "cpu", attention_tp_group=crossed) for each in crossed),
+    ]
+    found.append([caught(each)[0] for each in refused])
     host.barrier()
     return found
 
@@ -230,10 +237,13 @@ def two_worlds_and_their_hooks(context) -> list[bool]:
 
 
 def forked_child_leaves(context) -> str:
-    """A child process that ends as Python processes do, with this rank's exit hooks in its memory."""
+    """A child process that ends as Python processes do, with this rank's exit hooks in its memory; what it calls
+    doesn't reach the peers."""
     world = context.world()
     child = os.fork()
     if child == 0:
+        if caught(world.barrier)[0] != "UsageError":
+            os._exit(3)
         world._lifecycle.at_exit()
         world._guard.leave("left")
         os._exit(bool(world._guard._ending))
