@@ -44,13 +44,13 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         the model; calling it before `parallelize(model, world)` is a UsageError.
 
     Raises:
-        CheckpointError: no such directory or model. ConfigError: transformers has no class that generates text for it,
-            or its experts are packed and its family isn't in `eprt.models.FAMILIES`.
+        CheckpointError: no such directory or model, or its files aren't a checkpoint. ConfigError: transformers has no
+            class that generates text for it, or its experts are packed and its family isn't in `eprt.models.FAMILIES`.
     """
-    import transformers
-
     directory = find_checkpoint(path_or_hub_id, **{name: options.pop(name) for name in _WHERE if name in options})
-    config: Any = options.pop("config", None) or transformers.AutoConfig.from_pretrained(directory)
+    files = Checkpoint(directory)  # refuses what isn't a checkpoint
+    files.close()
+    config: Any = options.pop("config", None) or _config_of(directory)
     if options.get("dtype", "auto") == "auto" and config.get_text_config().dtype == torch.float16:
         options["dtype"] = torch.bfloat16  # as `Checkpoint` reads the experts, and says
     kind = model_class or _class_of(config)
@@ -61,7 +61,7 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         return lean.from_pretrained(directory, config=config, **options)
     family = family_for(config.to_dict())
     paths = [family.module_path(number) for number in family.moe_layers(config.to_dict())]
-    if getattr(config, "quantization_config", None) is not None and not _packed_outside(directory, family):
+    if getattr(config, "quantization_config", None) is not None and not _packed_outside(files, family):
         del config.quantization_config  # only the experts are packed: what is left is plain
     lean = _emptied(kind, lambda model: _hold_places(model, paths, directory))
     return lean.from_pretrained(directory, config=config, **options)
@@ -110,6 +110,16 @@ def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
         raise CheckpointError(f"{path}: no such directory, and no model to be had from the hub: {why}") from error
 
 
+def _config_of(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        said = one_block(" ".join(str(error).split()), 300)
+        raise CheckpointError(f"{directory}: transformers can't read its config.json: {said}") from error
+
+
 def _class_of(config: Any) -> type[Any]:
     """Returns the class that generates text: AutoModelForCausalLM's, else the one that the checkpoint names."""
     import transformers
@@ -124,13 +134,12 @@ def _class_of(config: Any) -> type[Any]:
     raise ConfigError(f"transformers has no class that generates text for a {config.model_type}: pass model_class=")
 
 
-def _packed_outside(directory: Path, family: ModelFamily) -> bool:
+def _packed_outside(files: Checkpoint, family: ModelFamily) -> bool:
     """Returns whether anything but the MoE blocks is packed, and so needs transformers' own quantizer."""
-    with Checkpoint(directory) as checkpoint:
-        numbers = family.moe_layers(checkpoint.config)
-        inside = tuple(f"{block.format(number)}." for block in family.blocks for number in numbers)
-        return any(
-            info.dtype not in _PLAIN or name.endswith(_PACKED)
-            for name, info in checkpoint.manifest.items()
-            if not name.startswith(inside)
-        )
+    numbers = family.moe_layers(files.config)
+    inside = tuple(f"{block.format(number)}." for block in family.blocks for number in numbers)
+    return any(
+        info.dtype not in _PLAIN or name.endswith(_PACKED)
+        for name, info in files.manifest.items()
+        if not name.startswith(inside)
+    )

@@ -20,7 +20,7 @@ from torch import nn
 from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from eprt.integrations.transformers.agreement import Place
-from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_same_weights
+from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
 from eprt.integrations.transformers.experts import (
     activation_of,
     canonical,
@@ -31,6 +31,7 @@ from eprt.integrations.transformers.experts import (
 )
 from eprt.integrations.transformers.load import find_checkpoint
 from eprt.integrations.transformers.own_code import use_own_code
+from eprt.json_files import shown
 from eprt.layer import ExpertParallelMoE
 from eprt.models.checkpoint import Checkpoint, hash63, load_on_all_ranks
 from eprt.placement import ExpertPlacement, ExpertShard
@@ -173,6 +174,7 @@ class _Source:
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         if self.dtype not in _PLAIN:
             raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
+        require_loaded(model, tuple(f"{path}." for path in self.modules))
 
     def close(self) -> None:
         """Closes what the experts were read from."""
@@ -224,6 +226,11 @@ class CheckpointSource(_Source):
     def __init__(self, model: Any, place: str | Path) -> None:
         super().__init__(model)
         self.checkpoint = Checkpoint(find_checkpoint(place))
+        found, expected = _model_types(self.checkpoint.config), _model_types(model.config.to_dict())
+        if not found & expected:
+            self.close()
+            said = f"is a checkpoint of {shown(found)}, the model is of {shown(expected)}: give its own"
+            raise ConfigError(f"{self.checkpoint.directory} {said}")
         self._mapping: list[Any] = []
         self._keys = self._keys_of()
 
@@ -294,6 +301,12 @@ class CheckpointSource(_Source):
             yield key, torch.stack([source.read(key, (expert,)) for expert in shard.experts])
         else:
             raise UnsupportedError(f"{source.where(key)} has shape {info.shape}: expected one of {E} experts, or all")
+
+
+def _model_types(config: dict[str, Any]) -> set[str]:
+    """Returns the `model_type`s of a config and of its sections: a text model may be all that is loaded."""
+    own = {str(config["model_type"])} if config.get("model_type") else set()
+    return own.union(*(_model_types(section) for section in config.values() if isinstance(section, dict)))
 
 
 def _cut(
