@@ -111,7 +111,7 @@ def _carries_state(model: Any, agreement: ForwardAgreement) -> bool:
     return True
 
 
-def _buckets(graphs: bool | Sequence[int], largest: int) -> tuple[int, ...]:
+def _buckets(graphs: Any, largest: int) -> tuple[int, ...]:
     """Returns the numbers of sequences to capture graphs for. Raises ConfigError."""
     if graphs is True:
         return (*(1 << n for n in range(largest.bit_length()) if 1 << n < largest), largest)

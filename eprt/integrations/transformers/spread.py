@@ -34,6 +34,7 @@ from eprt.integrations.transformers.own_code import use_own_code
 from eprt.json_files import shown
 from eprt.layer import ExpertParallelMoE
 from eprt.models.checkpoint import Checkpoint, hash63, load_on_all_ranks
+from eprt.models.shards import require_finite
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.placement.file import PlacementFile
 from eprt.tokens import TopK
@@ -217,7 +218,10 @@ class _Source:
                 "the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)"
             )
         held = torch.tensor(list(shard.experts))
-        return {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
+        own = {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
+        for name, tensor in own.items():
+            require_finite(tensor, f"{path}.{name} of experts {shown(shard.experts)}")
+        return own
 
 
 class CheckpointSource(_Source):
@@ -259,10 +263,13 @@ class CheckpointSource(_Source):
                 self.model, tensors, LoadStateDictConfig(weight_mapping=self._mapping, device_map={"": "cpu"})
             )
             loaded = {name: experts._parameters[name].detach() for name in whole}
-        missing = [name for name, tensor in loaded.items() if tensor.is_meta]
-        if missing or found.conversion_errors or found.mismatched_keys:
-            why = found.conversion_errors or found.mismatched_keys or f"no tensor of {', '.join(missing)}"
-            raise CheckpointError(f"{self.checkpoint.directory}: the experts of {path} can't be read: {why}")
+        wrong = [f"{name}: {' '.join(text.splitlines()[-2:])}" for name, text in found.conversion_errors.items()]
+        for name, shape, expected in sorted(found.mismatched_keys):
+            wrong.append(f"{name} of this rank's experts has shape {tuple(shape)}: expected {tuple(expected)}")
+        wrong = wrong or [f"no tensor of {name}" for name, tensor in loaded.items() if tensor.is_meta]
+        if wrong:
+            said = "; ".join(wrong)
+            raise CheckpointError(f"{self.checkpoint.directory}: the experts of {path} can't be read: {said}")
         return loaded
 
     def _keys_of(self) -> dict[str, list[str]]:
