@@ -60,6 +60,20 @@ def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
 has_side_effect(torch.ops.eprt.moe_layer.default)
 
 
+@torch.library.custom_op("eprt::refuse_backward", mutates_args=())
+def refuse_backward(gradient: torch.Tensor) -> torch.Tensor:
+    """Raises UsageError. It is an operator because a compiler traces a backward pass before anybody asks for it."""
+    raise UsageError(
+        "backward through an expert-parallel layer: it is for inference and has no gradient; call the model under "
+        "torch.no_grad(), or train it without eprt"
+    )
+
+
+@refuse_backward.register_fake
+def _(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
 def call(
     number: int,
     hidden_states: torch.Tensor,

@@ -158,7 +158,7 @@ def load_layer(
 
     Raises:
         CheckpointError: a file or tensor isn't what config.json says, holds NaN or infinity, or nothing reads it.
-        ConfigError: the config is incomplete or unsupported, or the placement is for other experts.
+        ConfigError: the config is incomplete or unsupported, the placement is for other experts, or no rank is `rank`.
     """
     if not isinstance(source, Checkpoint):
         with Checkpoint(source) as checkpoint:
@@ -167,6 +167,8 @@ def load_layer(
     config = _moe_config(source, family, layer)
     placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
     placement.in_slots(config)  # made for this many experts
+    if not 0 <= rank < (size := placement.parallel.world_size):
+        raise ConfigError(f"rank {rank}: expected 0 to {size - 1}, of a world of {size}; pass parallel=world.parallel")
     return _read_layer(source, family, layer, config, placement, rank)
 
 

@@ -105,7 +105,7 @@ class ModelFamily(ABC):
         )
 
     def load_shared(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> SharedExpertWeights | None:
-        """Reads the whole shared expert, decoded to bf16 if it is packed. Returns None if the layer has none."""
+        """Reads the whole shared expert in the model's dtype. Returns None if the layer has none."""
         shared = config.shared
         if shared is None:
             return None
@@ -198,7 +198,7 @@ class FieldFamily(ModelFamily):
 
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
         if layer not in (layers := self.moe_layers(hf)):
-            raise ConfigError(f"layer {layer} is not a mixture of experts; this model's are {shown(layers)}")
+            raise ConfigError(f"layer {layer!r} is not a mixture of experts; this model's are {shown(layers)}")
         for name, supported in self.settings.items():
             expect(hf, name, supported)
         return MoEConfig(

@@ -20,7 +20,7 @@ from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import WHOLE_ROW, Field, Part, Stored, stored_as
-from eprt.models.hf_config import flatten
+from eprt.models.hf_config import flatten, model_dtype
 from eprt.models.schemes import Scheme, scheme_of
 from eprt.models.shards import Index
 from eprt.placement import ExpertShard
@@ -326,7 +326,7 @@ def _sort_rows(matrix: Int4, orders: torch.Tensor, parts: int) -> None:
 
 
 def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, cols: int) -> torch.Tensor:
-    """Reads a dense layer's weight [rows, cols] in bf16 or f32, decoded to bf16 if it is packed.
+    """Reads a dense layer's weight [rows, cols] in the model's dtype, decoded if it is packed.
 
     `modules` are the checkpoint's possible names for the layer. Raises CheckpointError.
     """
@@ -340,8 +340,7 @@ def load_linear(checkpoint: Checkpoint, modules: tuple[str, ...], rows: int, col
     reader = MatrixReader(checkpoint, stored_as(scheme), locate, experts=(0,), num_experts=1)
     whole = Extent((rows, cols), slice(0, rows), slice(0, cols))
     matrix = reader.read(("down",), whole)
-    dtype = torch.float32 if scheme.format == "f32" else torch.bfloat16
-    dense = decode(matrix, 1, dtype)[0]
+    dense = decode(matrix, 1, model_dtype(flatten(checkpoint.config)))[0]
     orders = reader.orders(("down",), whole)
     return dense if orders is None else dense[:, orders[0, 0].argsort()]
 

@@ -97,10 +97,11 @@ def _plain(hf: dict[str, Any]) -> Scheme:
 
 
 def _fp8(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
-    if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4":
-        return Scheme("mxfp4")
-    expect(quant, "weight_block_size", [128, 128])
-    return Scheme("fp8_block")
+    packed = Scheme("mxfp4" if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4" else "fp8_block")
+    if packed.format == "fp8_block":
+        expect(quant, "weight_block_size", [128, 128])
+    left = listed(quant, "modules_to_not_convert", str) or []
+    return _one_scheme(hf, lambda names: _plain(hf) if _left_out(names, left) else packed, modules)
 
 
 def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
@@ -231,12 +232,18 @@ def _awq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
     left = listed(quant, "modules_to_not_convert", str) or []
 
     def scheme(names: Modules) -> Scheme:
-        if any(f".{part}." in f".{name}." for part in left for name in names):
+        if _left_out(names, left):
             return _plain(hf)
         _expect_bits(quant, "bits" if "bits" in quant else "w_bit")
         return Scheme("int4", "awq", int4_group(quant), zeros=True)
 
     return _one_scheme(hf, scheme, modules)
+
+
+def _left_out(names: Modules, left: list[str]) -> bool:
+    """Tells whether `modules_to_not_convert` has one of `names`, or a part of one between dots."""
+    text = " ".join(f".{name}." for name in names)
+    return any(part in text and f".{part}." in text for part in left)  # the first is quick: lists have hundreds
 
 
 def _expect_bits(quant: dict[str, Any], name: str) -> None:

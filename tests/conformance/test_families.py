@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.cases import tiny_families
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
@@ -22,7 +23,9 @@ from support.libraries import folder, needs
 
 from eprt.cli import main
 from eprt.config import ParallelConfig
+from eprt.errors import CheckpointError
 from eprt.models import has_family
+from eprt.models.checkpoint import SINGLE
 from eprt.placement import ExpertPlacement
 
 pytestmark = [
@@ -101,6 +104,45 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
                 wanted += expected.nbytes
         assert isinstance(source, spread.CheckpointSource)
         assert source.checkpoint.bytes_read == wanted > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda held, key: held.pop(key),
+            r"down_proj of this rank's experts has shape \(1, 64, 48\): expected \(2, 64, 48\)",
+        ),
+        (
+            lambda held, key: held.update({key: held[key][1:]}),
+            r"experts can't be read: \S*down_proj: stack expects each",
+        ),
+    ],
+    ids=["missing", "cut"],
+)
+def test_an_expert_that_is_not_as_the_others(tmp_path: Path, change, said: str) -> None:
+    from eprt.integrations.transformers import load_without_experts, spread
+
+    tiny_families.tiny_model("jamba").save_pretrained(tmp_path)
+    held = load_file(tmp_path / SINGLE)
+    change(held, "model.layers.0.feed_forward.experts.3.down_proj.weight")
+    save_file(held, tmp_path / SINGLE, metadata={"format": "pt"})
+    shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
+    with closing(spread.open_source(load_without_experts(tmp_path), None)) as source:
+        path, experts = next(iter(source.modules.items()))
+        with pytest.raises(CheckpointError, match=said):
+            source.own_tensors(path, source.parameters(experts), shard)
+
+
+def test_a_model_in_memory_whose_experts_hold_nan() -> None:
+    from eprt.integrations.transformers import spread
+
+    source = spread.open_source(tiny_families.tiny_model("jamba"), None)
+    path, experts = next(iter(source.modules.items()))
+    experts.down_proj[3, 0, 0] = torch.nan
+    shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj of experts .* holds nan at \[1, 0, 0\]"):
+        source.own_tensors(path, source.parameters(experts), shard)
 
 
 @pytest.mark.parametrize("name", ["afmoe", "jamba"])

@@ -47,6 +47,17 @@ def test_what_is_sampled_depends_on_a_prompts_seed_alone(pools, folder: Path) ->
     assert first[3]["tokens"] == [jobs.alone(jobs.load(str(folder), torch.float32), PROMPTS[0], **GREEDY)]
 
 
+def test_padding_is_no_token_that_penalties_know(pools, folder: Path) -> None:
+    """Prompts of unequal length in one batch; the pad is what the shortest one would go on with."""
+    model = jobs.load(str(folder), torch.float32)
+    (pad,) = jobs.alone(model, PROMPTS[3], **GREEDY | {"max_new_tokens": 1})
+    for penalty in ({"repetition_penalty": 1e6}, {"no_repeat_ngram_size": 1}):
+        options = GREEDY | {"pad_token_id": pad} | penalty
+        wanted = [jobs.alone(model, prompt, **options) for prompt in PROMPTS[2:]]
+        found, _ = run(pools, folder, [{"prompts": [PROMPTS[2:], []], **options}])
+        assert found[0]["tokens"] == wanted
+
+
 def test_the_choice_is_that_of_the_probabilities() -> None:
     """4,000 rows of the same scores: frequencies within five standard deviations, and nothing that is masked."""
     from eprt.integrations.transformers.sequences import SeededChoice

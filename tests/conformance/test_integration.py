@@ -15,6 +15,7 @@ from support.libraries import needs
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
+from eprt.errors import CheckpointError
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed
@@ -135,6 +136,12 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "to meta": ("UsageError", "can't go to meta"),
         "to where it is": (NOTHING,),
         "other weights": ("WorldMismatch", "1 weights outside of the experts", "lm_head.weight the first"),
+        "other family": ("ConfigError", "is a checkpoint of {'qwen3_moe'}, the model is of {'jamba'}: give its own"),
+        "meta head": ("ConfigError", "1 of the model's weights are on meta (lm_head.weight, ...)"),
+        "pickle own block": ("UsageError", "can't be pickled or deep-copied"),
+        "deepcopy own block": ("UsageError", "can't be pickled or deep-copied"),
+        "graphs": ("ConfigError", "graphs=8: expected True, False, or numbers of sequences"),
+        "uint16 and a file's options": (NOTHING,),
         "seeds": ("ConfigError", "2 seeds for 1 prompts"),
         "stop strings": ("ConfigError", "need the model's tokenizer"),
         "pickle": ("UsageError", "can't be pickled or deep-copied"),
@@ -171,8 +178,28 @@ def test_a_lean_model_never_holds_nor_reads_another_ranks_experts(pools, tmp_pat
         assert peak <= others + experts // 4 + experts // 6 + (8 << 20), (peak, others, experts)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("config.json", None, "config.json: no such file"),
+        ("config.json", "{", "config.json: not valid JSON"),
+        ("config.json", '{"model_type": "new"}', "transformers can't read its config.json: .*model type `new`"),
+        ("model.safetensors.index.json", None, "no safetensors"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors: no such file"),
+    ],
+)
+def test_files_that_are_no_checkpoint(tmp_path: Path, file: str, text: str | None, said: str) -> None:
+    from eprt.integrations.transformers import load_without_experts
+
+    write_tiny_checkpoint(tmp_path, num_layers=1)
+    (tmp_path / file).unlink()
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    with pytest.raises(CheckpointError, match=said):
+        load_without_experts(tmp_path)
+
+
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch) -> None:
-    from eprt.errors import CheckpointError
     from eprt.integrations.transformers.load import find_checkpoint
 
     revision = "0123456789abcdef0123456789abcdef01234567"

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.cases.model_cases import saved
-from support.cases.packed_checkpoints import PACK, QUANT, pack
+from support.cases.packed_checkpoints import PACK, QUANT, edit, pack
 from support.jobs.integration_jobs import IDS, logits_from_files
 
 from eprt.cli import main, run
+from eprt.errors import ConfigError
 from eprt.models import load_layer
+from eprt.models.checkpoint import QUANT_CONFIG
 
 SHORT = ("pack_quantized", "gptq_act_order", "awq", "float_channel")
 DIALECTS = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in QUANT if name in PACK]
@@ -50,3 +52,22 @@ def test_parallelize(pools, tmp_path: Path, dialect: str) -> None:
         want = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(IDS).logits
     for found in pools(2).run(logits_from_files, folder=str(packed)):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["config.json", "hf_quant_config.json"])
+def test_packed_attention_that_transformers_does_not_read(tmp_path: Path, older: bool) -> None:
+    """It would take ModelOpt's codes without their scales."""
+    from eprt.integrations.transformers import load_without_experts
+
+    *_, folders = saved("qwen3_moe")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    packed = pack(folders["original"], tmp_path / "experts", "fp8_tensor")
+    drop = ("quantization_config",) if older else ()
+    edit(packed, tmp_path / "all", lambda held: held | {name: held[name].to(torch.float8_e4m3fn)}, drop=drop)
+    if older:
+        (tmp_path / "all" / QUANT_CONFIG).write_text('{"quantization": {"quant_algo": "FP8"}}')
+    load_without_experts(packed)
+    with pytest.raises(
+        ConfigError, match="outside of the experts are packed by 'modelopt', which transformers doesn't"
+    ):
+        load_without_experts(tmp_path / "all")

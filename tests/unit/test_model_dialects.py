@@ -151,6 +151,15 @@ def test_experts_that_are_ignored_or_no_target_are_plain(tmp_path, change):
     assert load_layer(folder, layer).config.weight_format == "bf16"
 
 
+@pytest.mark.parametrize("names", [["lm_head", PREFIX.removesuffix(".experts")], ["experts"]])
+@pytest.mark.parametrize("dialect", ["fp8_block", "awq"])
+def test_experts_that_were_not_converted_are_plain(tmp_path, dialect, names):
+    *_, layer, folders = saved("qwen3_moe")
+    quant = QUANT[dialect] | {"modules_to_not_convert": names}
+    folder = edit(folders["original"], tmp_path, config={"quantization_config": quant})
+    assert load_layer(folder, layer).config.weight_format == "bf16"
+
+
 @pytest.mark.parametrize(
     ("dialect", "change"),
     [
@@ -230,6 +239,7 @@ def test_settings_that_eprt_has_no_numbers_for_are_refused(tmp_path, quant, text
         (GPTQ | {"dynamic": {r"-:.*experts\.3\..*": {}}}, "experts.3.* bf16"),
         (GPTQ | {"dynamic": {r"+:.*experts\.3\..*": {"bits": 8}}}, "bits 8 is not supported"),
         (AWQ | {"modules_to_not_convert": ["experts.1.down_proj"]}, "down_proj bf16"),
+        (QUANT["fp8_block"] | {"modules_to_not_convert": [f"{PREFIX}.1.down_proj"]}, "down_proj bf16"),
         (
             {
                 "quant_method": "modelopt",

@@ -105,6 +105,13 @@ def test_llama_4_in_fp8_by_channel(tmp_path, apart):
             assert torch.equal(decode_matrix(getattr(found.experts, name), parts), getattr(known.experts, name).data)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_shared_expert_has_the_models_dtype(tmp_path, dtype):
+    """Packed matrices, and a gate that is stored in float32."""
+    shared = load_layer(*packed("qwen3_5_moe_text", tmp_path, "fp8_tensor", {"dtype": dtype})).shared
+    assert {tensor.dtype for tensor in vars(shared).values()} == {getattr(torch, dtype)}
+
+
 class TestQuantizationConfig:
     @pytest.mark.parametrize(
         ("format", "layers"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -60,8 +60,8 @@ class Place:
         """Returns the layer's output, whose gradient is refused. Errors say what a rank without a batch has to do."""
         if torch.compiler.is_compiling():
             with torch.no_grad():  # what the ranks agree on stays inside the operator
-                return compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
-        if self.agreement is not None and self.agreement.muted:
+                output = compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
+        elif self.agreement is not None and self.agreement.muted:
             self.idle()
             output = torch.zeros_like(hidden_states)
         else:
@@ -92,6 +92,12 @@ class Place:
 
     def _build(self) -> ExpertParallelMoE:
         raise UsageError("this place has no layer yet")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a parallelized model can't be pickled or deep-copied: its experts are on several ranks; copy it before "
+            "parallelize, or load it once more"
+        )
 
 
 class ForwardAgreement:
@@ -300,7 +306,4 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise UsageError(
-            "backward through an expert-parallel layer: it is for inference and has no gradient; call the model under "
-            "torch.no_grad(), or train it without eprt"
-        )
+        return None, compiled.refuse_backward(gradients[0])

@@ -10,13 +10,23 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from eprt.errors import UsageError, WorldMismatch
+from eprt.errors import ConfigError, UsageError, WorldMismatch
 from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
 from eprt.world.wire import gather_values
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEAD = 16  # numbers whose order counts, too
+
+
+def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
+    """Raises ConfigError if weights outside of `outside` (prefixes of names) are on meta."""
+    found = [name for name, p in model.named_parameters() if p.is_meta and not name.startswith(outside)]
+    if found:
+        raise ConfigError(
+            f"{len(found)} of the model's weights are on meta ({found[0]}, ...): load it, with load_without_experts if "
+            "its experts don't fit"
+        )
 
 
 def require_same_weights(model: nn.Module, world: World, outside: tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eprt")
 _LENGTH_STEP = 128  # of the graphs' cache, so that a call of like length finds it
 _DEFAULT_NEW_TOKENS = 20  # transformers'
+_ONE_LIST = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the checkpoint's file says
 # Kinds of layers whose masks leave padding out, or that look at one token; two of them by older names. Others carry a
 # state, or count blocks from the first token.
 _MASKED = {
@@ -65,6 +66,7 @@ def generate(
             with `torch.manual_seed`, those of one attention-TP group alike.
         options: `model.generate`'s: max_new_tokens, do_sample, temperature, top_p, eos_token_id, generation_config,
             stop_strings (with tokenizer), ... What isn't given is the checkpoint's generation_config.json's.
+            `max_length` and `min_length` count a batch's padding.
 
     Returns:
         for each prompt the tokens that follow it, up to and with the first end-of-sequence token, or the token that
@@ -85,14 +87,13 @@ def generate(
         most = layer.dispatcher.capacity.max_tokens_per_rank * layer.world.parallel.attention_tp_size
         decode = None
         if graphs is not False:
-            largest = min(batch_size, most)
-            powers = (1 << n for n in range(largest.bit_length()) if 1 << n < largest)
-            buckets = (*powers, largest) if graphs is True else tuple(sorted(set(graphs)))
+            buckets = _buckets(graphs, min(batch_size, most))
             decode = _decode_graphs(model, agreement, _most_length(model, rows, options), batch_size, buckets, options)
         if decode is not None:
             replaying.enter_context(decode.inside(model))  # until the last rank is done
         found: dict[int, list[int]] = {}
-        for numbers in _batches(rows, batch_size, most, alike=_carries_state(model, agreement)):
+        alike = _carries_state(model, agreement) or bool(_option(model, options, "no_repeat_ngram_size"))  # reads pads
+        for numbers in _batches(rows, batch_size, most, alike):
             batch = {number: rows[number] for number in numbers}
             own = None if seeds is None else [seeds[number] for number in numbers]
             found |= zip(numbers, _run(model, batch, own, on_token, options, decode), strict=True)
@@ -108,6 +109,15 @@ def _carries_state(model: Any, agreement: ForwardAgreement) -> bool:
         logger.warning("batches hold prompts of equal length: %s would count padding as tokens", ", ".join(state))
     agreement.told_of_state = True
     return True
+
+
+def _buckets(graphs: Any, largest: int) -> tuple[int, ...]:
+    """Returns the numbers of sequences to capture graphs for. Raises ConfigError."""
+    if graphs is True:
+        return (*(1 << n for n in range(largest.bit_length()) if 1 << n < largest), largest)
+    if not isinstance(graphs, Collection) or not graphs or not all(isinstance(size, int) for size in graphs):
+        raise ConfigError(f"graphs={graphs!r}: expected True, False, or numbers of sequences such as (8, 32)")
+    return tuple(sorted(set(graphs)))
 
 
 def _decode_graphs(
@@ -170,9 +180,12 @@ def _run(
     device = agreement_of(model).world.device
     stops, pad = _special_tokens(model, options)
     rows = list(batch.values())
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    longest = max(map(len, rows))
+    # A row's own first token pads it: what counts the tokens of a row, as repetition_penalty does, finds no new one.
+    ids = torch.stack([torch.cat((row[:1].expand(longest - len(row)), row)) for row in rows])
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    given: dict[str, Any] = {"pad_token_id": pad, **options, "synced_gpus": False}  # lockstep keeps the ranks together
+    # lockstep keeps the ranks together
+    given: dict[str, Any] = {"pad_token_id": pad, **options, **_ONE_LIST, "synced_gpus": False}
     lengths: dict[int, int] = {}
     if (_option(model, options, "num_beams") or 1) == 1:  # else rows are beams, not sequences
         lengths = _record_ends(model, given, stops, ids.shape[1])
@@ -240,13 +253,14 @@ def _checked(model: Any, number: int, prompt: Sequence[int] | torch.Tensor) -> t
         ids = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: an int beyond 64 bits
         raise InputError(f"prompt {number}: expected token ids: {error}") from error
-    if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
+    if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point() or ids.is_complex():
         raise InputError(f"prompt {number} is {tuple(ids.shape)} {ids.dtype}: expected at least one token id")
+    ids = ids.long()
     vocabulary = model.get_input_embeddings().weight.shape[0]
     low, high = (int(v) for v in torch.aminmax(ids))
     if low < 0 or high >= vocabulary:
         raise InputError(f"prompt {number} holds token ids {low} to {high}: expected 0 to {vocabulary - 1}")
-    return ids.long()
+    return ids
 
 
 def _check(model: nn.Module, world: World | None, batch_size: int, options: dict[str, Any]) -> None:
@@ -255,7 +269,7 @@ def _check(model: nn.Module, world: World | None, batch_size: int, options: dict
     if batch_size < 1:
         raise ConfigError(f"batch_size {batch_size}: must be at least 1")
     config = options.get("generation_config")
-    for name, ordinary in (("num_return_sequences", 1), ("return_dict_in_generate", False)):
+    for name, ordinary in _ONE_LIST.items():
         value = options.get(name, getattr(config, name, None))
         if value not in (None, ordinary):
             raise ConfigError(

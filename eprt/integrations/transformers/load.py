@@ -12,6 +12,7 @@ from torch import nn
 
 from eprt.errors import CheckpointError, ConfigError, one_block
 from eprt.integrations.transformers.experts import leave_out, refuse_to_run
+from eprt.json_files import shown
 from eprt.models import ModelFamily, family_for, has_family
 from eprt.models.checkpoint import Checkpoint
 
@@ -44,13 +45,13 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         the model; calling it before `parallelize(model, world)` is a UsageError.
 
     Raises:
-        CheckpointError: no such directory or model. ConfigError: transformers has no class that generates text for it,
-            or its experts are packed and its family isn't in `eprt.models.FAMILIES`.
+        CheckpointError: no such directory or model, or its files aren't a checkpoint. ConfigError: transformers has no
+            class that generates text for it, or its experts are packed and its family isn't in `eprt.models.FAMILIES`.
     """
-    import transformers
-
     directory = find_checkpoint(path_or_hub_id, **{name: options.pop(name) for name in _WHERE if name in options})
-    config: Any = options.pop("config", None) or transformers.AutoConfig.from_pretrained(directory)
+    files = Checkpoint(directory)  # refuses what isn't a checkpoint
+    files.close()
+    config: Any = options.pop("config", None) or _config_of(directory, bool(options.get("trust_remote_code")))
     if options.get("dtype", "auto") == "auto" and config.get_text_config().dtype == torch.float16:
         options["dtype"] = torch.bfloat16  # as `Checkpoint` reads the experts, and says
     kind = model_class or _class_of(config)
@@ -61,7 +62,9 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         return lean.from_pretrained(directory, config=config, **options)
     family = family_for(config.to_dict())
     paths = [family.module_path(number) for number in family.moe_layers(config.to_dict())]
-    if getattr(config, "quantization_config", None) is not None and not _packed_outside(directory, family):
+    if _packed_outside(files, family):
+        _require_quantizer(config, files, family)
+    elif getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # only the experts are packed: what is left is plain
     lean = _emptied(kind, lambda model: _hold_places(model, paths, directory))
     return lean.from_pretrained(directory, config=config, **options)
@@ -110,6 +113,16 @@ def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
         raise CheckpointError(f"{path}: no such directory, and no model to be had from the hub: {why}") from error
 
 
+def _config_of(directory: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        said = one_block(" ".join(str(error).split()), 300)
+        raise CheckpointError(f"{directory}: transformers can't read its config.json: {said}") from error
+
+
 def _class_of(config: Any) -> type[Any]:
     """Returns the class that generates text: AutoModelForCausalLM's, else the one that the checkpoint names."""
     import transformers
@@ -124,13 +137,25 @@ def _class_of(config: Any) -> type[Any]:
     raise ConfigError(f"transformers has no class that generates text for a {config.model_type}: pass model_class=")
 
 
-def _packed_outside(directory: Path, family: ModelFamily) -> bool:
-    """Returns whether anything but the MoE blocks is packed, and so needs transformers' own quantizer."""
-    with Checkpoint(directory) as checkpoint:
-        numbers = family.moe_layers(checkpoint.config)
-        inside = tuple(f"{block.format(number)}." for block in family.blocks for number in numbers)
-        return any(
-            info.dtype not in _PLAIN or name.endswith(_PACKED)
-            for name, info in checkpoint.manifest.items()
-            if not name.startswith(inside)
+def _require_quantizer(config: Any, files: Checkpoint, family: ModelFamily) -> None:
+    """Raises ConfigError where transformers would take packed weights as they are, without their scales."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+    quant = family.text_config(files.config).get("quantization_config")
+    method = quant.get("quant_method") if isinstance(quant, dict) else None
+    if quant is not None and (method not in KNOWN or getattr(config, "quantization_config", None) is None):
+        raise ConfigError(
+            f"{files.directory}: weights outside of the experts are packed by {shown(method)}, which transformers "
+            "doesn't read: take a checkpoint of which only the experts are packed, or a plain one"
         )
+
+
+def _packed_outside(files: Checkpoint, family: ModelFamily) -> bool:
+    """Returns whether anything but the MoE blocks is packed, and so needs transformers' own quantizer."""
+    numbers = family.moe_layers(files.config)
+    inside = tuple(f"{block.format(number)}." for block in family.blocks for number in numbers)
+    return any(
+        info.dtype not in _PLAIN or name.endswith(_PACKED)
+        for name, info in files.manifest.items()
+        if not name.startswith(inside)
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, aligned
 from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.agreement import Place, agreement_of
-from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_same_weights
+from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
 from eprt.integrations.transformers.load import Placeholder, find_checkpoint
 from eprt.integrations.transformers.spread import spread
 from eprt.layer import ExpertParallelMoE
@@ -44,11 +44,7 @@ class MoEBlock(nn.Module):
         output = self.eprt_place(hidden_states, None, input_ids)
         return (output, None) if self.returns_scores else output
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            "a parallelized model can't be pickled or deep-copied: its experts are on several ranks; copy it before "
-            "parallelize, or load it once more"
-        )
+    __reduce_ex__ = Place.__reduce_ex__
 
 
 def parallelize(
@@ -212,13 +208,7 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
 
 def _require_loaded(model: nn.Module, paths: list[str], blocks: list[nn.Module], checkpoint: str | Path | None) -> None:
     """Raises ConfigError if weights that are needed are on meta."""
-    inside = tuple(f"{path}." for path in paths)
-    outside = [name for name, p in model.named_parameters() if p.is_meta and not name.startswith(inside)]
-    if outside:
-        raise ConfigError(
-            f"{len(outside)} of the model's weights are on meta ({outside[0]}, ...): load it, with "
-            "load_without_experts if its experts don't fit"
-        )
+    require_loaded(model, tuple(f"{path}." for path in paths))
     if checkpoint is None and any(p.is_meta for block in blocks for p in block.parameters()):
         raise ConfigError("the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)")
 

@@ -20,7 +20,7 @@ from torch import nn
 from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from eprt.integrations.transformers.agreement import Place
-from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_same_weights
+from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
 from eprt.integrations.transformers.experts import (
     activation_of,
     canonical,
@@ -31,8 +31,10 @@ from eprt.integrations.transformers.experts import (
 )
 from eprt.integrations.transformers.load import find_checkpoint
 from eprt.integrations.transformers.own_code import use_own_code
+from eprt.json_files import shown
 from eprt.layer import ExpertParallelMoE
 from eprt.models.checkpoint import Checkpoint, hash63, load_on_all_ranks
+from eprt.models.shards import require_finite
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.placement.file import PlacementFile
 from eprt.tokens import TopK
@@ -173,6 +175,7 @@ class _Source:
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         if self.dtype not in _PLAIN:
             raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
+        require_loaded(model, tuple(f"{path}." for path in self.modules))
 
     def close(self) -> None:
         """Closes what the experts were read from."""
@@ -215,7 +218,10 @@ class _Source:
                 "the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)"
             )
         held = torch.tensor(list(shard.experts))
-        return {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
+        own = {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
+        for name, tensor in own.items():
+            require_finite(tensor, f"{path}.{name} of experts {shown(shard.experts)}")
+        return own
 
 
 class CheckpointSource(_Source):
@@ -224,6 +230,11 @@ class CheckpointSource(_Source):
     def __init__(self, model: Any, place: str | Path) -> None:
         super().__init__(model)
         self.checkpoint = Checkpoint(find_checkpoint(place))
+        found, expected = _model_types(self.checkpoint.config), _model_types(model.config.to_dict())
+        if not found & expected:
+            self.close()
+            said = f"is a checkpoint of {shown(found)}, the model is of {shown(expected)}: give its own"
+            raise ConfigError(f"{self.checkpoint.directory} {said}")
         self._mapping: list[Any] = []
         self._keys = self._keys_of()
 
@@ -252,10 +263,13 @@ class CheckpointSource(_Source):
                 self.model, tensors, LoadStateDictConfig(weight_mapping=self._mapping, device_map={"": "cpu"})
             )
             loaded = {name: experts._parameters[name].detach() for name in whole}
-        missing = [name for name, tensor in loaded.items() if tensor.is_meta]
-        if missing or found.conversion_errors or found.mismatched_keys:
-            why = found.conversion_errors or found.mismatched_keys or f"no tensor of {', '.join(missing)}"
-            raise CheckpointError(f"{self.checkpoint.directory}: the experts of {path} can't be read: {why}")
+        wrong = [f"{name}: {' '.join(text.splitlines()[-2:])}" for name, text in found.conversion_errors.items()]
+        for name, shape, expected in sorted(found.mismatched_keys):
+            wrong.append(f"{name} of this rank's experts has shape {tuple(shape)}: expected {tuple(expected)}")
+        wrong = wrong or [f"no tensor of {name}" for name, tensor in loaded.items() if tensor.is_meta]
+        if wrong:
+            said = "; ".join(wrong)
+            raise CheckpointError(f"{self.checkpoint.directory}: the experts of {path} can't be read: {said}")
         return loaded
 
     def _keys_of(self) -> dict[str, list[str]]:
@@ -294,6 +308,12 @@ class CheckpointSource(_Source):
             yield key, torch.stack([source.read(key, (expert,)) for expert in shard.experts])
         else:
             raise UnsupportedError(f"{source.where(key)} has shape {info.shape}: expected one of {E} experts, or all")
+
+
+def _model_types(config: dict[str, Any]) -> set[str]:
+    """Returns the `model_type`s of a config and of its sections: a text model may be all that is loaded."""
+    own = {str(config["model_type"])} if config.get("model_type") else set()
+    return own.union(*(_model_types(section) for section in config.values() if isinstance(section, dict)))
 
 
 def _cut(

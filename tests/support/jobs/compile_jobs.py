@@ -18,9 +18,9 @@ from support.jobs.integration_jobs import PROMPTS
 from support.jobs.layer_jobs import make_layer
 
 
-def compare_compiled(context: RankContext, name: str, dtype: torch.dtype) -> float:
-    """Error of the compiled logits against the eager ones, parameters wanting gradients as they do by default. Every
-    rank has another prompt."""
+def compare_compiled(context: RankContext, name: str, dtype: torch.dtype) -> tuple[float, str]:
+    """Error of the compiled logits against the eager ones, parameters wanting gradients as they do by default, and what
+    is said to a backward pass. Every rank has another prompt."""
     world = context.world()
     model = make_model(RECIPES[name], dtype).requires_grad_(True)
     layers = parallelize(model, world, runtime=RuntimeConfig(dispatcher="torch", max_tokens_per_rank=64))
@@ -30,10 +30,10 @@ def compare_compiled(context: RankContext, name: str, dtype: torch.dtype) -> flo
     prompt = torch.randint(3, 60, (1, count), generator=torch.Generator().manual_seed(context.rank))
     with torch.no_grad():
         expected = model(prompt, use_cache=False).logits
-    error = relative_error(whole(prompt, use_cache=False).logits.detach(), expected)
+    logits = whole(prompt, use_cache=False).logits
     for layer in layers:
         layer.close()
-    return error
+    return relative_error(logits.detach(), expected), said(logits.sum().backward)
 
 
 def by_inductor(context: RankContext) -> list[float]:

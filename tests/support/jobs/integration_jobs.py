@@ -7,6 +7,7 @@ import torch
 from eprt.config import RuntimeConfig
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S, said
+from support.cases import tiny_families
 from support.cases.model_recipes import HEADS, RECIPES, VOCABULARY, make_model
 
 PROMPTS = (5, 0, 9, 2)  # tokens of each rank's prompt; the second rank has none
@@ -178,6 +179,16 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     for module in bare.modules():
         module._parameters.clear()
     attempt("no parameters", lambda: parallelize(bare, world, runtime))
+    with_own_block = tiny_families.tiny_model("jamba")
+    other_files = folders["dtype"]
+    attempt("other family", lambda: parallelize(with_own_block, world, runtime, checkpoint=other_files))
+    with_own_block.lm_head.to("meta")
+    attempt("meta head", lambda: parallelize(with_own_block, world, runtime))
+    with_own_block = tiny_families.tiny_model("jamba")
+    for layer in parallelize(with_own_block, world, runtime):
+        layer.close()
+    attempt("pickle own block", lambda: pickle.dumps(with_own_block))
+    attempt("deepcopy own block", lambda: copy.deepcopy(with_own_block))
     other = fresh()
     other.lm_head.weight.data[-1, -1] += world.rank
     attempt("other weights", lambda: parallelize(other, world, runtime))
@@ -200,6 +211,9 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("backward", lambda: model(ids).logits.sum().backward())
     attempt("seeds", lambda: generate(model, [[5]], seeds=[1, 2]))
     attempt("stop strings", lambda: generate(model, [[5]], stop_strings=["a"]))
+    attempt("graphs", lambda: generate(model, [[5]], graphs=8))
+    model.generation_config.update(do_sample=True, num_return_sequences=2, return_dict_in_generate=True)
+    attempt("uint16 and a file's options", lambda: generate(model, [torch.tensor([5], dtype=torch.uint16)]))
     attempt("empty prompt", lambda: generate(model, [[5], []] if world.rank == 1 else [[5]]))
 
     def wrong_loop() -> None:
