@@ -388,6 +388,7 @@ class World(Collectives):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and self._guard is not None:
+        left = error is None or (isinstance(error, SystemExit) and not error.code)
+        if not left and self._guard is not None:
             self._guard.leave(f"raised: {type(error).__name__}: {error}")
         self.close()
