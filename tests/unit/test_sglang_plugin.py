@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,9 +111,8 @@ def test_flags_under_which_sglang_keeps_every_layer(change: dict[str, Any], flag
 def qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Qwen3-30B-A3B's config.json, on a machine of H100s."""
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, _: Device("cuda", 90)))
-    (tmp_path / "config.json").write_text(
-        json.dumps(MODELS["Qwen3-30B-A3B"] | {"architectures": ["Qwen3MoeForCausalLM"]})
-    )
+    more = {"architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"] | more))
     return tmp_path
 
 
@@ -148,6 +148,10 @@ MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
         ({"quantization_config": QUANT["nvfp4_packed"]}, {}, "compressed-tensors' NVFP4"),
         ({"quantization": "fp8"}, {}, "--quantization fp8"),
         ({"dtype": "half"}, {}, "float16"),
+        ({"torch_dtype": "float32"}, {}, "float16"),  # which SGLang makes of it
+        ({"torch_dtype": None}, {}, "float16"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, {}, "ModelOpt's FP8"),
+        ({"model_path": "s3://bucket/model"}, {}, "config.json can't be read"),
         ({}, {"dispatcher": "deepep", "executor": "humming"}, "deepep"),
     ],
 )
@@ -156,7 +160,18 @@ def test_sglang_carries_them_otherwise(qwen3: Path, change: dict[str, Any], give
     flags = {name: value for name, value in change.items() if hasattr(arguments(), name) or name in MORE}
     config |= {name: value for name, value in change.items() if name not in flags}
     (qwen3 / "config.json").write_text(json.dumps(config))
-    assert reason in supported.all_to_all_reason(arguments(model_path=str(qwen3), **flags), given)
+    assert reason in supported.all_to_all_reason(arguments(**{"model_path": str(qwen3)} | flags), given)
+
+
+def test_a_file_of_its_own_for_quantisation_is_read(qwen3: Path) -> None:
+    (qwen3 / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == "ModelOpt's FP8"
+
+
+def test_gpt_oss_names_no_dtype(qwen3: Path) -> None:
+    """SGLang takes bfloat16 around MXFP4."""
+    (qwen3 / "config.json").write_text(json.dumps(MODELS["gpt-oss-20b"]))
+    assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == ""
 
 
 def test_arguments_say_who_carries_the_tokens(qwen3: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -176,6 +191,13 @@ def test_arguments_say_who_carries_the_tokens(qwen3: Path, caplog: pytest.LogCap
     assert ours.disable_shared_experts_fusion
     assert not theirs.disable_shared_experts_fusion
     assert "eprt: SGLang carries the tokens between ranks: --enable-eplb" in caplog.text
+
+
+def test_updates_of_weights_are_refused_where_eprt_holds_experts() -> None:
+    state = SglangState()
+    assert hooks._update_refused(state, lambda: "SGLang's own reason") == "SGLang's own reason"
+    state.bindings.append(Mock())
+    assert "eprt holds the experts" in str(hooks._update_refused(state, lambda: None))
 
 
 @pytest.mark.parametrize(

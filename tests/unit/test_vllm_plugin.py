@@ -48,9 +48,10 @@ def test_a_layer_from_its_making_to_its_call(pools) -> None:
         assert found["warm"] == (0, True)  # one warm-up, at the first call, for both
         close(found["again"], wanted(0, rank))
         assert found["monolithic_call"].startswith("UsageError")
-        assert found["left"] == "NotImplementedError: no kernel on this machine"
-        assert [name for names in found["reasons"].values() for name in names] == ["layers.3"]
+        assert found["left"] == ["NotImplementedError: no kernel on this machine"] * 2
+        assert list(found["reasons"].values()) == [["layers.3"]] * 2
         assert "MoeWNA16Method" in next(iter(found["reasons"]))
+        assert "its method isn't made without a kernel of vLLM's: another kernel is needed" in found["reasons"]
 
 
 def test_gates_of_layers_that_eprt_runs_are_eprts(pools) -> None:
@@ -140,7 +141,11 @@ def test_vllms_own_flag_becomes_eprts(caplog: pytest.LogCaptureFixture) -> None:
         config.parallel_config.eplb_config = SimpleNamespace(**eplb)
         config.device_config = SimpleNamespace(device_type="cuda")
         state = PluginState()
-        state.take_over_balancing(config)
+        state.built.append(Mock())  # of an earlier engine of this process
+        state.plans[()] = Mock()
+        state.begin(config)
+        assert not state.built
+        assert not state.plans
         assert (state.balancing is not None) == taken
         assert config.parallel_config.enable_eplb != taken
         assert config.parallel_config.eplb_config.num_redundant_experts == (0 if taken else 4)
@@ -148,8 +153,10 @@ def test_vllms_own_flag_becomes_eprts(caplog: pytest.LogCaptureFixture) -> None:
             assert vars(state.balancing.config) == eplb
 
 
-def test_ranks_of_tensor_parallelism_compute_parts_of_the_sum(pools) -> None:
-    found = pools(2).run(jobs.tensor_parallel)
+@pytest.mark.parametrize("dense", [False, True])
+def test_ranks_of_tensor_parallelism_compute_parts_of_the_sum(pools, dense: bool) -> None:
+    """Also as the draft of a dense model, beside which vLLM makes no EP group."""
+    found = pools(2).run(jobs.tensor_parallel, dense=dense)
     close(found[0]["output"] + found[1]["output"], wanted(0, 0))
     assert not torch.equal(found[0]["output"], found[1]["output"])
     for rank in found:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -83,6 +83,12 @@ class EngineState:
     unfinished: list[Callable[..., None]] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unfit: str = ""
+
+    def forget(self) -> None:
+        """Lets go of what an earlier engine of this process had: its ranks, its settings, and its layers' memory."""
+        for each in fields(self):
+            if each.default_factory is not MISSING:
+                setattr(self, each.name, each.default_factory())
 
     def options(self) -> dict[str, Any]:
         """Returns the plugin's options. Raises ConfigError for bad ones."""
@@ -221,9 +227,9 @@ class EngineState:
             self.logger.info("eprt: of %d layers the gate and the choice of experts are eprt's, too", count)
         for reason, names in self.fallbacks.items():
             self.logger.info("eprt: %d of %d MoE layers fall back to %s: %s", len(names), total, self.engine, reason)
-        self.logger.info(
-            "eprt: ready after %s", ", ".join(f"{seconds:.1f} s {purpose}" for purpose, seconds in self.spent.items())
-        )
+        if self.spent:
+            spent = ", ".join(f"{seconds:.1f} s {purpose}" for purpose, seconds in self.spent.items())
+            self.logger.info("eprt: ready after %s", spent)
 
 
 def describe(bindings: list[LayerBinding], total: int) -> str:

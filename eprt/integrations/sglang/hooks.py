@@ -39,6 +39,8 @@ def install(state: SglangState) -> None:
     register("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
     register("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
     register("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
+    updater = "model_executor.model_runner_components.weight_updater."
+    register(updater + "_unsupported_derived_weight_cache_error", partial(_update_refused, state))
 
 
 def _arguments_made(state: SglangState, original: Callable[..., None], args: Any) -> None:
@@ -152,6 +154,13 @@ def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> No
         state.warm()
     elif state.fallbacks and not state.bindings and state.reports():
         state.report()
+
+
+def _update_refused(state: SglangState, original: Callable[..., str | None], *args: Any, **kwargs: Any) -> str | None:
+    """Tells SGLang, which asks before each update of weights, that the experts' parameters are gone."""
+    if not state.bindings:
+        return original(*args, **kwargs)
+    return "eprt holds the experts, whose weights SGLang can't update in place: start the server again with new ones"
 
 
 def _served(state: SglangState, original: Callable[..., None], scheduler: Any) -> None:

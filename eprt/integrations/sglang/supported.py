@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
-from eprt.errors import ConfigError, EprtError
+from eprt.errors import CheckpointError, ConfigError, EprtError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.settings import (
     checked_options,
@@ -27,6 +27,7 @@ from eprt.integrations.engine.settings import (
 )
 from eprt.integrations.sglang.parameters import activation_of, interleaved, keeper_of, layout_of
 from eprt.models import family_for
+from eprt.models.checkpoint import CONFIG, QUANT_CONFIG, read_config
 from eprt.models.schemes import scheme_of
 from eprt.support import Device
 
@@ -123,19 +124,19 @@ def all_to_all_reason(args: Any, given: Mapping[str, Any]) -> str:
 
 def _require_model(args: Any, given: Mapping[str, Any]) -> None:
     """Checks that every layer of the model will run: under an all-to-all none can be left to SGLang."""
-    from transformers import PretrainedConfig
-
-    found, _ = PretrainedConfig.get_config_dict(args.model_path, revision=args.revision)
+    found = _model_config(args)
     names = found.get("architectures") or ["no architecture"]
     dialect = (found.get("quantization_config") or {}).get("quant_method", "none")
     dtype = found.get("dtype", found.get("torch_dtype")) if args.dtype == "auto" else args.dtype
+    # What SGLang makes of float32, and where no dtype is named; but not around gpt-oss's MXFP4.
+    half = args.dtype == "auto" and dtype in (None, "float32") and dialect != "mxfp4"
     known = f"isn't among the models whose code was read: {', '.join(ARCHITECTURES)}"
     fall_back(
         [
             (names[0] not in ARCHITECTURES, f"{names[0]} {known}"),
             (args.quantization is not None, f"--quantization {args.quantization} makes the experts' format"),
             (dialect not in DIALECTS, f"experts in {dialect}: eprt reads {', '.join(DIALECTS)} here"),
-            (dtype in ("float16", "half"), "tokens in float16: eprt carries bfloat16 or float32"),
+            (half or dtype in ("float16", "half"), "tokens in float16: eprt carries --dtype bfloat16 or float32"),
         ]
     )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -151,6 +152,7 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
                     (moe.weight_format not in FORMATS, f"experts in {moe.weight_format}"),
                     (ordered, "INT4 with columns in activation order"),
                     (dialect == COMPRESSED and moe.weight_format == "nvfp4", "compressed-tensors' NVFP4"),
+                    (dialect == "modelopt" and moe.weight_format == "fp8_tensor", "ModelOpt's FP8"),
                 ]
             )
             runtime = with_low_precision(moe, runtime_with(given, 1024), given)
@@ -158,6 +160,20 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
             choose(moe, parallel, runtime, Device.of(device), captured=device.type == "cuda", eager_flag=EAGER)
     except EprtError as error:
         raise FallsBackToEngine(str(error)) from error
+
+
+def _model_config(args: Any) -> dict[str, Any]:
+    """Returns the model's config.json, with hf_quant_config.json merged in. Raises FallsBackToEngine: it has none (a
+    GGUF file, a bucket's address)."""
+    from transformers.utils import cached_file
+
+    absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        path: Any = cached_file(args.model_path, CONFIG, revision=args.revision)
+        cached_file(args.model_path, QUANT_CONFIG, revision=args.revision, **absent)  # beside it
+        return read_config(path)
+    except (OSError, CheckpointError) as error:
+        raise FallsBackToEngine(f"the model's {CONFIG} can't be read: {error}") from error
 
 
 def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import Any
@@ -58,15 +58,24 @@ def install(state: PluginState) -> None:
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         try:
             state.require_supported(moe_config.moe_parallel_config)
-            with _no_kernel_chosen():
-                method = inner(self, prefix, quant_config, moe_config)
-            return _adopt(state, self, method)
+            return _adopt(state, self, _without_kernel(inner, self, prefix, quant_config, moe_config))
         except FallsBackToEngine as reason:
             state.fall_back(self.layer_name, str(reason))
         return inner(self, prefix, quant_config, moe_config)
 
     get_quant_method.eprt = True  # type: ignore[attr-defined]
     RoutedExperts._get_quant_method = get_quant_method
+
+
+def _without_kernel(make: Callable[..., Any], *args: Any) -> Any:
+    """Makes a method that has chosen no kernel. Raises FallsBackToEngine for one that asks which it has."""
+    try:
+        with _no_kernel_chosen():
+            return make(*args)
+    except FallsBackToEngine:
+        raise
+    except Exception as error:  # of any type: vLLM makes the method itself then, and says what is wrong if anything is
+        raise FallsBackToEngine(f"its method isn't made without a kernel of vLLM's: {error}") from error
 
 
 @contextmanager

@@ -36,21 +36,23 @@ class PluginState(EngineState):
         return options_of(_current())
 
     def make_world(self, sharing: Sharing) -> World:
-        from vllm.distributed import get_ep_group, get_tp_group
+        from vllm.distributed import get_tp_group
 
-        return make_world(get_ep_group(), get_tp_group(), sharing)
+        return make_world(_ep_group(), get_tp_group(), sharing)
 
     def reports(self) -> bool:
-        from vllm.distributed import get_ep_group
-
-        return get_ep_group().rank_in_group == 0
+        return _ep_group().rank_in_group == 0
 
     def require_supported(self, parallel: Any) -> None:
         """Raises FallsBackToEngine where no layer split as `parallel` says can run under vLLM's configuration."""
-        from vllm.distributed import get_ep_group
-
         self.require_fit()
-        require_supported(_current(), get_ep_group().device.type, parallel)
+        require_supported(_current(), _ep_group().device.type, parallel)
+
+    def begin(self, config: Any) -> None:
+        """Begins an engine with a VllmConfig: what an earlier one of this process had is forgotten. Raises
+        ConfigError."""
+        self.forget()
+        self.take_over_balancing(config)
 
     def take_over_balancing(self, config: Any) -> None:
         """Reads what is to be balanced from a VllmConfig, and turns vLLM's own balancing off where eprt's layers take
@@ -82,6 +84,17 @@ def _current() -> Any:
     from vllm.config import get_current_vllm_config
 
     return get_current_vllm_config()
+
+
+def _ep_group() -> Any:
+    """Returns vLLM's EP group. Beside a dense model, whose draft may have experts, vLLM makes none: its ranks are TP's
+    then."""
+    from vllm.distributed import get_ep_group, get_tp_group
+
+    try:
+        return get_ep_group()
+    except AssertionError:
+        return get_tp_group()
 
 
 def sharing_of(moe: Any) -> Sharing:

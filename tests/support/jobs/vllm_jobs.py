@@ -82,10 +82,10 @@ def loaded(vllm: Any, context: Any, name: str, number: int = 0) -> Any:
 
 
 @contextmanager
-def plugin(context: Any, given: Any = None, unfit: str = "") -> Iterator[Any]:
+def plugin(context: Any, given: Any = None, unfit: str = "", *, dense: bool = False) -> Iterator[Any]:
     """The plugin in the stand-in, under `config` or another."""
     context.world()  # torch.distributed, as vLLM's own start-up leaves it
-    with stand_in.installed(given or config(), TOKENS, unfit) as vllm, torch.inference_mode():
+    with stand_in.installed(given or config(), TOKENS, unfit, dense=dense) as vllm, torch.inference_mode():
         yield vllm
 
 
@@ -115,7 +115,8 @@ def two_layers(context: Any) -> dict[str, Any]:
         found["again"] = applied(layers[0], context.rank)
         found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], None, None))
         # vLLM's own: it chooses a kernel, which this machine doesn't have.
-        found["left"] = message(lambda: made(vllm, context, "layers.3", stand_in.MoeWNA16Method))
+        kinds = stand_in.MoeWNA16Method, stand_in.PerTokenMethod
+        found["left"] = [message(lambda kind=kind: made(vllm, context, "layers.3", kind)) for kind in kinds]
         found["reasons"] = {reason: list(names) for reason, names in vllm.state.fallbacks.items()}
     return found
 
@@ -282,9 +283,9 @@ def _lacking(vllm: Any, layer: Any) -> dict[str, str]:
     return found
 
 
-def tensor_parallel(context: Any) -> dict[str, Any]:
+def tensor_parallel(context: Any, *, dense: bool) -> dict[str, Any]:
     """Without expert parallelism: this rank's rows of every expert, the same tokens on each rank, partial outputs."""
-    with plugin(context) as vllm:
+    with plugin(context, dense=dense) as vllm:
         up, down = experts(0)
         part = slice(context.rank * I // context.size, (context.rank + 1) * I // context.size)
         mine = torch.cat([half[:, part] for half in up.chunk(2, dim=1)], dim=1), down[:, :, part]

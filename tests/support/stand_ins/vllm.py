@@ -65,8 +65,21 @@ class MoeWNA16Method(UnquantizedFusedMoEMethod):
     """One that eprt doesn't read."""
 
 
+class PerTokenMethod(UnquantizedFusedMoEMethod):
+    """One that asks which kernel it has chosen, as NVFP4's with activations by token."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        if self.kernel is None:
+            raise ValueError("another kernel is needed")
+
+
 def _no_kernel(_: Any) -> Any:
     raise NotImplementedError("no kernel on this machine")
+
+
+def _no_group() -> Any:
+    raise AssertionError("expert parallel group is not initialized")
 
 
 class RoutedExperts(nn.Module):
@@ -234,8 +247,11 @@ def moe_config(num_experts: int, top_k: int, hidden: int, intermediate: int, ran
 
 
 @contextmanager
-def installed(config: Any, tokens: list[int], unfit: str = "") -> Iterator[SimpleNamespace]:
-    """vLLM's modules, and the plugin in them; `tokens` are those of each DP rank. Yields the forward context."""
+def installed(config: Any, tokens: list[int], unfit: str = "", *, dense: bool = False) -> Iterator[SimpleNamespace]:
+    """vLLM's modules, and the plugin in them; `tokens` are those of each DP rank. Yields the forward context.
+
+    A dense model, which may have a draft with experts, has no EP group.
+    """
     from eprt.integrations.vllm import method
     from eprt.integrations.vllm.state import PluginState
 
@@ -244,14 +260,15 @@ def installed(config: Any, tokens: list[int], unfit: str = "") -> Iterator[Simpl
     group = SimpleNamespace(
         device=torch.device("cpu"), cpu_group=dist.group.WORLD, device_group=None, rank_in_group=dist.get_rank()
     )
+    alone = SimpleNamespace(**vars(group) | {"world_size": 1, "cpu_group": None})
     routed = type("RoutedExperts", (RoutedExperts,), {})  # patched here, so fresh each time
     modules: dict[str, dict[str, Any]] = {
         _LAYERS + "fused_moe.routed_experts": {"RoutedExperts": routed},
         _LAYERS + "fused_moe.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": "unquantized"},
         "vllm.config": {"get_current_vllm_config": lambda: config},
         "vllm.distributed": {
-            "get_ep_group": lambda: group,
-            "get_tp_group": lambda: SimpleNamespace(world_size=1, cpu_group=None, device_group=None),
+            "get_ep_group": _no_group if dense else lambda: group,
+            "get_tp_group": lambda: alone,
         },
         "vllm.forward_context": {"get_forward_context": lambda: context},
     }
