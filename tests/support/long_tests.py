@@ -77,6 +77,9 @@ TRANSFORMERS = (
     "test_step_graphs_on_gloo",
     "test_compile",
     "test_page_code",
+    "test_generation_options",
+    "test_packed_dialects",
+    "test_cli_generate",
 )
 
 # A long file whose tests all read what one job of ranks found: one worker has them. Of other long files each test goes

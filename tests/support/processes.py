@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,6 +24,16 @@ def descendants(pid: int) -> list[int]:
         found |= more
         grown = bool(more)
     return sorted(found - {pid})
+
+
+def working_in(folder: Path) -> list[int]:
+    """Processes whose current folder it is: a command's own, and those it starts, whatever they were forked from."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended, or ends
+                found += [int(entry.name)] * ((entry / "cwd").readlink() == folder)
+    return sorted(found)
 
 
 def wait_until_gone(pids: list[int]) -> None:

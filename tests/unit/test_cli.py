@@ -17,15 +17,13 @@ import pytest
 import torch
 from support import interpreters
 from support.jobs import rank_jobs as jobs
-from support.processes import descendants, wait_until_gone
+from support.processes import wait_until_gone, working_in
 
 from eprt.cli import arguments, main, run
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
 from eprt.models import load_layer
 from eprt.ranks.launcher import WorldFailed, launch
-
-EPRT = [sys.executable, "-m", "eprt"]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -158,16 +156,15 @@ def test_under_torchrun_the_rank_that_fails_alone_says_why(tiny: Path) -> None:
     assert failure.value.reports[1].exit_code == 2
 
 
-def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run that would take minutes, once its 2 ranks are driving steps; and the ranks' process ids."""
-    words = ["run", "--model", str(tiny), "--world", "2", "--steps", "100000"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*EPRT, *words], **pipes, env=environment())
+def start_long_run(tiny: Path, folder: Path) -> tuple[interpreters.Interpreter, list[int]]:
+    """A run in `folder` that would take minutes, once its 2 ranks are driving steps; and the ranks' process ids."""
+    words = ("run", "--model", tiny, "--world", "2", "--steps", "100000")
+    process = interpreters.Interpreter("-m", "eprt", *words, cwd=str(folder), env=environment())
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
         ranks: list[int] = []
         with suppress(ProcessLookupError):  # one of them has just ended
-            ranks = [pid for pid in descendants(process.pid) if os.getsid(pid) == pid]
+            ranks = [pid for pid in working_in(folder) if os.getsid(pid) == pid]
         if len(ranks) == 2:
             time.sleep(1.0)  # into the steps
             return process, ranks
@@ -184,9 +181,9 @@ def start_long_run(tiny: Path) -> tuple[subprocess.Popen[str], list[int]]:
     [(signal.SIGKILL, "rank 1 was killed by SIGKILL", 30), (signal.SIGSTOP, "rank 1 did not finish: stopped", 70)],
 )
 def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
-    tiny: Path, number: signal.Signals, became: str, seconds: float
+    tiny: Path, tmp_path: Path, number: signal.Signals, became: str, seconds: float
 ) -> None:
-    process, ranks = start_long_run(tiny)
+    process, ranks = start_long_run(tiny, tmp_path)
     try:
         os.kill(ranks[1], number)
         stdout, stderr = process.communicate(timeout=seconds)
@@ -209,18 +206,21 @@ def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_all_ranks_and_leaves_no_folder(tiny: Path, short_folder: Path, monkeypatch, number) -> None:
+def test_a_signal_ends_all_ranks_and_leaves_no_folder(
+    tiny: Path, tmp_path: Path, short_folder: Path, monkeypatch, number: signal.Signals
+) -> None:
     monkeypatch.setenv("TMPDIR", str(short_folder))
-    process, ranks = start_long_run(tiny)
+    process, ranks = start_long_run(tiny, tmp_path)
     assert list(short_folder.glob("eprt-world-*"))
-    below = descendants(process.pid)
+    all_of_it = working_in(tmp_path)
+    assert {process.pid, *ranks} < set(all_of_it), "and what ranks are forked from"
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number, stderr
     assert "Traceback" not in stderr + stdout
     if number == signal.SIGINT:
         assert "interrupted; all ranks that this command started have been ended" in stderr
-    wait_until_gone([*ranks, *below])
+    wait_until_gone(all_of_it)
     assert not list(short_folder.glob("eprt-*"))
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +17,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 import triton
 import triton.language as tl
+from support import interpreters
 from support.kernel_modules import kernel_modules
 from support.stand_ins.kernel_device import INTERPRETED
 from triton import knobs
@@ -86,7 +85,7 @@ print(*(kernel.cache_key for kernel in kernels))
 
 def test_what_the_cache_knows_kernels_by_does_not_depend_on_their_order():
     """They call the same functions."""
-    found = [subprocess.check_output([sys.executable, "-c", NAMES, order], text=True).split() for order in ("1", "-1")]
+    found = [interpreters.run("-c", NAMES, order).stdout.split() for order in ("1", "-1")]
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
 
