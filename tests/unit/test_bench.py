@@ -46,6 +46,12 @@ def test_percentile_is_the_nearest_rank_and_the_slowest_rank_counts_round_by_rou
     assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
 
 
+def test_a_result_is_json_whatever_was_measured(tmp_path) -> None:
+    Report("dispatch", [{"error": float("nan"), "us": 1.5}], {"rate": float("inf")}).write(tmp_path / "x.json")
+    found = json.loads((tmp_path / "x.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (found["rows"], found["limits"]) == ([{"error": None, "us": 1.5}], {"rate": None})
+
+
 def test_floors_count_remote_rows_of_the_busiest_direction_and_medians_the_slower_rank() -> None:
     """Two ranks: rank 0 keeps 3 tokens and sends 5; rank 1 sends 2. The busiest direction carries 5 rows. Dispatch
     alone has samples of its own: 4, 6 and 9 on the slower rank of each round."""
