@@ -79,8 +79,11 @@ def test_what_is_no_file_of_counts(tmp_path, text: str, says: str) -> None:
 def test_zipf_is_what_it_says() -> None:
     assert zipf(3, 1.0, 1100) == (600, 300, 200)
     assert set(zipf(4, 0.0)) == {250_000}
-    with pytest.raises(ConfigError, match="exponent -1"):
+    with pytest.raises(ConfigError, match=r"exponent -1.*an exponent from 0 to below 100"):
         zipf(4, -1.0)
+    with pytest.raises(ConfigError, match=r"over 1000000000000 experts .*: expected 1 to 65536 experts"):
+        zipf(10**12, 1.0)
+    assert len(zipf(65536, 1.0)) == 65536  # in time linear in them
 
 
 @given(
