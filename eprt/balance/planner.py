@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from eprt.config import ParallelConfig
+from eprt.config import MAX_EXPERTS, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.rounding import ceil_div
@@ -70,9 +70,9 @@ def _require_sizes(counts: Sequence[int], ranks: int, num_slots: int) -> None:
     E = len(counts)
     if E < 1 or any(count < 0 for count in counts):
         raise ConfigError(f"counts of {E} experts, smallest {min(counts, default=0)}: expected [E], none negative")
-    if num_slots < E or num_slots % ranks:
+    if not E <= num_slots <= MAX_EXPERTS or num_slots % ranks:
         raise ConfigError(
-            f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, at least {E}"
+            f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, {E} to {MAX_EXPERTS}"
         )
 
 

@@ -196,6 +196,7 @@ def test_hosts_are_balanced_first() -> None:
         ({"counts": [1, -1]}, "smallest -1"),
         ({"num_slots": 3}, "3 slots for 4 experts on 2 ranks"),
         ({"num_slots": 2}, "2 slots for 4 experts"),
+        ({"num_slots": 10**8}, "100000000 slots for 4 experts on 2 ranks: expected a multiple of 2, 4 to 65536"),
         ({"domain_size": 0}, "domain_size 0"),
         ({"current": ExpertPlacement(4, ParallelConfig(2), (0, 1, 2, 3))}, "expected 4 in 6 on 2"),
     ],
