@@ -103,7 +103,8 @@ def first_use() -> list[dict[str, Any]]:
 
     Times were taken on an H200 host with 64 cores (fused_moe_90, mnnvl_moe_alltoall) and on one H200 (humming).
     """
-    flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
+    home = os.path.expanduser("~")  # unlike Path.home, no error where the system doesn't know the user
+    flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", home)) / ".cache" / "flashinfer"
     ahead = [_folder("flashinfer_jit_cache"), _folder("flashinfer")]
 
     def built(name: str) -> bool:
@@ -111,7 +112,7 @@ def first_use() -> list[dict[str, Any]]:
         places += [(folder, f"{sub}/{name}*/*.so") for folder in ahead if folder for sub in ("data/aot", "jit_cache")]
         return any(next(place.glob(pattern), None) is not None for place, pattern in places)
 
-    humming = Path(os.environ.get("HUMMING_CACHE_DIR", Path.home() / ".humming"))
+    humming = Path(os.environ.get("HUMMING_CACHE_DIR", f"{home}/.humming"))
     rows = [
         ("FlashInfer fused_moe_90", "executor cutlass_mxfp4", "more than 20 min", built("fused_moe_90")),
         ("FlashInfer mnnvl_moe_alltoall", "dispatcher flashinfer", "3.5 min", built("mnnvl_moe_alltoall")),

@@ -1,8 +1,10 @@
-"""Reads JSON that somebody else wrote: within stated limits, in time linear in its size, each key once."""
+"""Reads JSON that somebody else wrote (within stated limits, in time linear in its size, each key once), and makes
+values fit to be written as JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from collections import Counter
@@ -28,6 +30,15 @@ class _RefusedError(ValueError):
 def shown(value: object) -> str:
     """Returns `repr` of a value from a file, cut to the length that a message bears."""
     return _brief.repr(value)
+
+
+def finite(value: Any) -> Any:
+    """Returns a value to write: numbers that JSON hasn't got (NaN, infinity) become null."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse(raw: bytes | bytearray, where: str, kind: type[CheckpointError | ConfigError] = CheckpointError) -> Any:

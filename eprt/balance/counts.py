@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from eprt.config import MAX_EXPERTS
 from eprt.errors import ConfigError, EprtError
 from eprt.files import write_whole
 from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
@@ -53,14 +54,16 @@ def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int
     """Returns [E] counts of a Zipf distribution: expert e gets a share proportional to 1 / (e + 1) ** exponent.
 
     Raises:
-        ConfigError: no experts, or a negative exponent.
+        ConfigError: no experts, or too many; an exponent that is negative, or 100 and more.
     """
-    if num_experts < 1 or not 0 <= exponent < 100:
+    if not 1 <= num_experts <= MAX_EXPERTS or not 0 <= exponent < 100:
         raise ConfigError(
-            f"Zipf over {num_experts} experts with exponent {exponent}: expected at least 1, and 0 or more"
+            f"Zipf over {num_experts} experts with exponent {exponent}: expected 1 to {MAX_EXPERTS} experts, and an "
+            "exponent from 0 to below 100"
         )
     shares = [(place + 1) ** -exponent for place in range(num_experts)]
-    return tuple(round(total * share / sum(shares)) for share in shares)
+    whole = sum(shares)
+    return tuple(round(total * share / whole) for share in shares)
 
 
 def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:

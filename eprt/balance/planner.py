@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from eprt.config import ParallelConfig
+from eprt.config import MAX_EXPERTS, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.rounding import ceil_div
@@ -72,9 +72,9 @@ def _require_sizes(counts: Sequence[int], ranks: int, num_slots: int) -> None:
     wrong = [count for count in counts if not 0 <= count < math.inf]
     if E < 1 or wrong:
         raise ConfigError(f"counts of {E} experts, {wrong[:1]} among them: expected [E], finite and none negative")
-    if num_slots < E or num_slots % ranks:
+    if not E <= num_slots <= MAX_EXPERTS or num_slots % ranks:
         raise ConfigError(
-            f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, at least {E}"
+            f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, {E} to {MAX_EXPERTS}"
         )
 
 

@@ -54,6 +54,10 @@ class LayerCase:
         return f"{self.shape}, tokens per rank {self.tokens}, {self.dispatcher} + {self.executor}"
 
     @property
+    def activations(self) -> str:
+        return "fp8" if self.low_precision_activations else "bf16"
+
+    @property
     def config(self) -> MoEConfig:
         return shape_config(self.shape)
 
@@ -182,8 +186,7 @@ def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[Row]:
 
 
 def _row(case: LayerCase, tokens: int, pair: str, by_rank: Sequence[dict[str, list[float]]]) -> Row:
-    activations = "fp8" if case.low_precision_activations else "bf16"
-    row: Row = {"shape": case.shape, "ranks": len(by_rank), "activations": activations, "tokens": tokens}
+    row: Row = {"shape": case.shape, "ranks": len(by_rank), "activations": case.activations, "tokens": tokens}
     row |= {"rows_per_expert": rows_per_expert(case.config, tokens * len(by_rank)), "pair": pair}
     row["token_format"] = case.token_format or "auto"
     for name in by_rank[0]:

@@ -136,7 +136,7 @@ def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[Row]:
     """Returns a row for experts in order, then one for the planned placement with its gains, by the slowest rank."""
     first, config, [T], rows = by_rank[0], case.config, case.tokens, list[Row]()
     p50 = {name: percentile(slowest([rank.samples[name] for rank in by_rank]), 50) for name in first.samples}
-    common: Row = {"shape": case.shape, "ranks": len(by_rank), "tokens": T}
+    common: Row = {"shape": case.shape, "ranks": len(by_rank), "activations": case.activations, "tokens": T}
     common["rows_per_expert"] = rows_per_expert(config, T * len(by_rank))
     common |= {"phase": case.phase, "routing": case.routing, "pair": first.pair, "graph": first.graph}
     common["error"] = max(rank.error for rank in by_rank)

@@ -15,6 +15,7 @@ from typing import Any
 
 from eprt import diagnosis
 from eprt.files import write_whole
+from eprt.json_files import finite
 
 Row = dict[str, Any]  # one measurement
 
@@ -47,7 +48,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Writes JSON with one row per line, so that two results can be compared by eye."""
-        content = self.as_dict()
+        content = finite(self.as_dict())
         rows = ",\n  ".join(json.dumps(row) for row in content.pop("rows"))
         head = json.dumps(content, indent=1).removesuffix("\n}")
         write_whole(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')

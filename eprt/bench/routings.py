@@ -129,12 +129,13 @@ def drawn(chances: torch.Tensor, tokens: int, top_k: int, generator: torch.Gener
 def _zipf(text: str, rest: str, num_experts: int) -> tuple[int, ...]:
     exponent, _, seed = rest.partition(":")
     try:
-        counts, number = zipf(num_experts, float(exponent)), int(seed) if seed else None
+        counts = zipf(num_experts, float(exponent))
+        generator = torch.Generator().manual_seed(int(seed)) if seed else None
     except ValueError as error:
         raise ConfigError(f"--routing {text!r}: {error}; expected {FORMS}") from error
-    if number is None:
+    if generator is None:
         return counts
-    order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(number))
+    order = torch.randperm(num_experts, generator=generator)
     return tuple(torch.tensor(counts)[order].tolist())
 
 

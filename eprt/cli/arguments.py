@@ -166,6 +166,7 @@ class Explain(_TensorParallel, _Json):
     def parallel(self) -> ParallelConfig:
         """The sizes of the world that is asked for. Raises ConfigError where its ranks don't fill the hosts."""
         W, hosts, per_host = self.world, self.hosts, self.ranks_per_host
+        ParallelConfig(W)  # refuses what is no world, before its shares are looked for
         if hosts is not None and per_host is not None:
             raise ConfigError(f"--hosts {hosts} and --ranks-per-host {per_host}: give one of them")
         if hosts is not None:
@@ -181,8 +182,8 @@ class Explain(_TensorParallel, _Json):
 
 def _require_share(world: int, share: int, option: str, wanted: str) -> None:
     """Raises ConfigError unless `share` divides the ranks: the message has the shares that do."""
-    if share < 1 or world < 1 or world % share:
-        fitting = ", ".join(str(number) for number in range(1, max(world, 1) + 1) if world % number == 0)
+    if share < 1 or world % share:
+        fitting = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
         raise ConfigError(
             f"{option} of --world {world}: eprt plans for {wanted}, so that none is slower than the others; "
             f"use one of {fitting}"

@@ -93,6 +93,7 @@ def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
     from eprt.bench.step import StepCase, measure_step, step_rows
 
     require_tokens(arguments.tokens, 1)
+    require_names("--models", arguments.models)
     if arguments.layers < 1 or arguments.rounds < 1:
         raise ConfigError(f"--layers {arguments.layers} --rounds {arguments.rounds}: must be at least 1")
     cases = [
@@ -152,6 +153,12 @@ def require_tokens(tokens: Sequence[int], least: int) -> None:
     """Raises ConfigError unless `tokens` has numbers, none of them below `least`."""
     if not tokens or min(tokens) < least:
         raise ConfigError(f"--tokens {' '.join(map(str, tokens))}: expected at least one number, none below {least}")
+
+
+def require_names(option: str, names: Sequence[str]) -> None:
+    """Raises ConfigError where a list of what to measure is empty."""
+    if not names:
+        raise ConfigError(f"{option}: expected at least one name; leave the flag out for its default")
 
 
 def require_peers(workers: Ranks, what: str, why: str) -> None:

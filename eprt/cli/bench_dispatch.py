@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,14 @@ from eprt.bench.dispatch import (
 )
 from eprt.bench.report import Report
 from eprt.cli.arguments import BenchDispatch
-from eprt.cli.bench import finish, groups, keep, measured, require_peers, require_tokens
+from eprt.cli.bench import finish, groups, keep, measured, require_names, require_peers, require_tokens
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Column, Terminal, columns
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 
 SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
+MEASURED = ("world", "device", "shapes", "routings", "payload")  # flags that a simulation has no use for
 SIMULATED = columns(
     "tokens | routing | experts lie = placement | max/mean = imbalance | transport | "
     "ranks per token = ranks_of_a_token | MB in, mean = received_mb:.1f | hottest = hottest_mb:.1f | "
@@ -35,6 +37,7 @@ SIMULATED = columns(
 def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
     """Measures transports. Returns 1 if a transport's sums were wrong, else 0."""
     require_tokens(arguments.tokens, 1)
+    _require_one_kind(arguments)
     if arguments.simulate:
         return finish(_simulate(arguments, terminal), arguments, terminal)
     with ranks(arguments.world, arguments.device) as workers:
@@ -51,6 +54,20 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
         if row["error"] is not None and not row["error"] <= CHECK_TOLERANCE
     ]
     return finish(report, arguments, terminal, wrong)
+
+
+def _require_one_kind(arguments: BenchDispatch) -> None:
+    """Raises ConfigError for flags that would do nothing: a simulation's without --simulate, or a measurement's with
+    it; and for lists of nothing."""
+    unset, asked = BenchDispatch(), arguments.simulation
+    if not arguments.simulate and asked != unset.simulation:
+        of_simulations = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(asked))
+        raise ConfigError(f"{of_simulations} are of worlds that are simulated: add --simulate")
+    if arguments.simulate and any(getattr(arguments, name) != getattr(unset, name) for name in MEASURED):
+        raise ConfigError(f"--{', --'.join(MEASURED)} are of what is measured: --simulate takes --ranks and --routing")
+    require_names("--shapes", arguments.shapes)
+    require_names("--routings", arguments.routings)
+    require_names("--routing", asked.routing)
 
 
 def _cases(arguments: BenchDispatch, device: str) -> list[DispatchCase]:

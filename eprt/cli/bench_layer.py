@@ -9,7 +9,7 @@ from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_rows
 from eprt.bench.report import Report
 from eprt.bench.routings import read_routing
 from eprt.cli.arguments import BenchLayer
-from eprt.cli.bench import finish, groups, measured, require_peers, require_tokens
+from eprt.cli.bench import finish, groups, measured, require_names, require_peers, require_tokens
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import ParallelConfig
@@ -33,6 +33,7 @@ PLACED = columns(
 
 def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
     """Measures layers. Returns 1 if a placement changed a layer's sums, else 0."""
+    require_names("--shapes", arguments.shapes)
     if arguments.routing is not None or arguments.replicas is not None or arguments.placement is not None:
         return _bench_placed(arguments, terminal)
     require_tokens(arguments.tokens, 0)
@@ -113,5 +114,6 @@ def _placed_cases(shape: str, arguments: BenchLayer, size: int, file: PlacementF
     routed, E = read_routing(routing, config.num_experts, config.top_k)[0], config.num_experts
     placed = file.placement(routed.layer, E, parallel) if file else routed.planned(parallel, arguments.replicas or 0)
     pair = (arguments.dispatcher, arguments.executor)
-    case = partial(PlacedCase, routed=routed, routing=routing, slots=tuple(placed.slots))
-    return [case(shape, (tokens,), *pair) for tokens in arguments.tokens]
+    precision = arguments.low_precision_activations
+    case = partial(PlacedCase, low_precision_activations=precision, routed=routed, routing=routing)
+    return [case(shape, (tokens,), *pair, slots=tuple(placed.slots)) for tokens in arguments.tokens]

@@ -41,7 +41,12 @@ PROOF: dict[str, Column] = {name: name for name in ("", *KEYS, "passed", "worst 
 
 
 def doctor(arguments: Doctor, terminal: Terminal) -> int:
-    """Prints the report. Returns 1 if a conformance check of --run or a trial of --faults failed, else 0."""
+    """Prints the report. Returns 1 if a conformance check of --run or a trial of --faults failed, else 0.
+
+    Raises ConfigError for --output or --resume without --faults, which would do nothing.
+    """
+    if not arguments.faults and (arguments.output is not None or arguments.resume):
+        raise ConfigError("--output and --resume are of the trials of --faults: add it; --json prints the whole report")
     report: dict[str, Any] = {
         "versions": diagnosis.versions(),
         "devices": diagnosis.devices(),
@@ -210,9 +215,11 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     device = arguments.device
     world = torch.cuda.device_count() if device == "cuda" else arguments.world
     count = DEFAULT_TRIALS if arguments.trials is None and device == "cpu" else arguments.trials
-    if min(arguments.jobs, 1 if count is None else count) < 1 or world < 2:
+    seeds = len(arguments.seeds)
+    if min(arguments.jobs, seeds, 1 if count is None else count) < 1 or world < 2:
         raise ConfigError(
-            f"--trials {count}, --jobs {arguments.jobs}, {world} {device} ranks: expected at least 1, 1 and 2"
+            f"--trials {count}, --jobs {arguments.jobs}, {seeds} --seeds, {world} {device} ranks: expected at least 1, "
+            "1, 1 and 2"
         )
     if arguments.resume and arguments.output is None:
         raise ConfigError("--resume leaves out trials that a file has: say which by --output")

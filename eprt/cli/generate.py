@@ -36,12 +36,14 @@ from eprt.errors import CheckpointError, ConfigError, one_block
 from eprt.models import family_for, has_family
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import flatten, integer
+from eprt.support import Requirement
 from eprt.world.groups import joins_torchrun
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 logger = logging.getLogger("eprt")
+TRANSFORMERS = Requirement("transformers", ("transformers",), "5.17")  # of pyproject.toml
 _SAMPLES = 512  # tensors whose first bytes tell a model from another of its architecture
 _ANY_ID = 2**63 - 1  # of a config without vocab_size
 _NEW_TOKENS = 32  # where neither a flag nor the checkpoint says it
@@ -84,6 +86,8 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
 
 
 def _check(arguments: Generate) -> None:
+    if not (installed := TRANSFORMERS.check()):
+        raise ConfigError(f"eprt generate runs transformers' models: {installed.reason}")
     world_size(arguments.world, arguments.device)
     RuntimeConfig(max_tokens_per_rank=arguments.max_tokens)
     if arguments.batch < 1:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json as json_format
 import logging
-import math
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from eprt.errors import ConfigError
+from eprt.json_files import finite
 
 NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
@@ -57,15 +57,29 @@ def write(text: str) -> None:
 
 
 def lost(stream: TextIO, error: OSError) -> OutputLost:
-    """Prints why `stream` failed, and discards what it still buffers: Python would try again at exit."""
+    """Prints why `stream` failed, and discards what it still buffers."""
+    _discard(stream)
+    if isinstance(error, BrokenPipeError):
+        return OutputLost(PIPE_CLOSED)
+    _complain(f"eprt: the result couldn't be written: {error.strerror or error}")
+    return OutputLost(NO_OUTPUT)
+
+
+def _complain(text: str) -> None:
+    """Writes to standard error, unless that is lost, too: the exit code says it then."""
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Discards what a stream still buffers: Python would try again at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-    if isinstance(error, BrokenPipeError):
-        return OutputLost(PIPE_CLOSED)
-    sys.stderr.write(f"eprt: the result couldn't be written: {error.strerror or error}\n")
-    return OutputLost(NO_OUTPUT)
 
 
 def harmless(text: str) -> str:
@@ -106,14 +120,13 @@ class Terminal:
     def result(self, value: dict[str, Any]) -> None:
         """Prints the JSON object, if it was asked for."""
         if self.speaks and self.json:
-            write(json_format.dumps(_as_json(value), allow_nan=False))
+            write(json_format.dumps(finite(value), allow_nan=False))
 
     def error(self, text: str, shared: bool = True) -> None:
         """Prints one block on stderr; every rank prints it, with its number, if `shared` is False."""
         if self.speaks or not shared:
             whose = "" if self.speaks else f" rank {os.environ.get('RANK')}:"
-            sys.stderr.write(f"eprt:{whose} {harmless(text)}\n")
-            sys.stderr.flush()
+            _complain(f"eprt:{whose} {harmless(text)}")
 
     def table(self, title: str, columns: Mapping[str, Column], rows: Iterable[Any]) -> None:
         """Prints one line for each row, with the columns' headings above.
@@ -187,15 +200,6 @@ def _cell(row: Any, column: Column) -> str:
         keys, _, spec = column.partition(":")
         values = [row.get(key) if isinstance(row, dict) else getattr(row, key) for key in keys.split("/")]
     return "-" if any(value is None for value in values) else "/".join(format(value, spec) for value in values)
-
-
-def _as_json(value: Any) -> Any:
-    """Replaces numbers that JSON hasn't got (NaN, infinity) by null."""
-    if isinstance(value, dict):
-        return {key: _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -51,12 +52,12 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
         raise ConfigError(f"--budget-s {arguments.budget_s:g}: expected seconds, more than 0")
     start, path = time.monotonic(), own_path()
     config = kinds_of_layers(model_config(arguments.model))[0][0]
+    _store(path, own_tables())  # before minutes of measuring: a file that can't be read, or written
     with ranks(arguments.world, arguments.device) as workers:
         sm, tables, cut = _measure(workers, config, arguments, terminal, start)
     device, size, most = Device("cuda" if sm else "cpu", sm), workers.size, max(arguments.tokens)
     before = _choices(config, size, most, device)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        write_whole(path, json.dumps(_merged(own_tables(), tables), indent=1) + "\n")
+    _store(path, _merged(own_tables(), tables))
     after = _choices(config, size, most, device)
     plans = {phase: {"before": before[phase][0], "now": now} for phase, (now, _) in after.items()}
     rows = [{"phase": phase, **pairs} for phase, pairs in plans.items()]
@@ -161,6 +162,15 @@ def _experts_times(config: MoEConfig, ranks: int, part: Part, by_rank: list[Expe
         sizes = sizes_of_experts(config, ceil_div(config.num_experts, ranks))
         for count in sorted(set(by_rank[0].us).intersection(*(rank.us for rank in by_rank))):
             yield {**sizes, "tokens": count}, part.name, max(rank.us[count] for rank in by_rank)
+
+
+def _store(path: Path, tables: list[dict[str, Any]]) -> None:
+    """Writes the file, once a host. Raises ConfigError where that can't be."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            write_whole(path, json.dumps(tables, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{path} can't be written: {error}; EPRT_PLAN_ROWS names another") from error
 
 
 def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:

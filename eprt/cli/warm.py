@@ -15,7 +15,8 @@ from eprt.cli.explain import kinds_of_layers
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import dispatcher_spec
-from eprt.experts import make_executor
+from eprt.errors import ConfigError
+from eprt.experts import executor_spec, make_executor
 from eprt.models.published import model_config
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
@@ -28,7 +29,10 @@ OURS = "triton_grouped"  # whose kernels Triton compiles
 
 
 def warm(arguments: Warm, terminal: Terminal) -> int:
-    """Compiles what isn't in Triton's cache yet. Returns 0."""
+    """Compiles what isn't in Triton's cache yet. Returns 0. Raises ConfigError without Triton."""
+    requirement = executor_spec(OURS).requirement
+    if requirement is not None and not (installed := requirement.check()):  # torch's CPU builds come without it
+        raise ConfigError(f"eprt warm compiles Triton kernels: {installed.reason}")
     from eprt.compile_ahead import Compilation
 
     parallel, runtime, device = arguments.parallel, arguments.runtime, Device.parse(arguments.device)
@@ -37,7 +41,7 @@ def warm(arguments: Warm, terminal: Terminal) -> int:
     start, compiled, needed = time.monotonic(), 0, 0
     for config, layers, plan in plans:
         if plan.executor != OURS:
-            terminal.say(f"layers {layers}: {plan.executor} compiles at its first start; nothing to do ahead")
+            terminal.say(f"layers {layers}: {plan.executor} has nothing that can be compiled ahead")
             continue
         found = _kernels(config, parallel, runtime, plan, device)
         terminal.note(f"eprt warm: {len(found)} kernels of {config.num_experts} experts in {config.weight_format}")

@@ -31,7 +31,7 @@ _SIZES = {
     "dispatch": ("ranks", "hidden", "top_k", "tokens"),
     "experts": ("hidden", "intermediate", "top_k", "experts", "local_experts", "tokens"),
 }
-_REMEDY = "remove it, or measure again with eprt tune"
+_REMEDY = "remove it; eprt tune measures again"
 _WORDS = {"dispatch": "payload", "experts": "weight_format"}
 
 
@@ -116,18 +116,25 @@ def _shipped() -> list[dict[str, Any]]:
 
 
 def own_path() -> Path:
-    """Returns the file of `eprt tune`: `plan.json` under the user's cache folder (XDG), or EPRT_PLAN_ROWS."""
+    """Returns the file of `eprt tune`: `plan.json` under the user's cache folder (XDG), or EPRT_PLAN_ROWS.
+
+    Raises ConfigError where there is no such folder: a user without HOME whom the system doesn't know.
+    """
     if named := os.environ.get("EPRT_PLAN_ROWS"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eprt" / "plan.json"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise ConfigError("this user has no home folder to keep rows in: EPRT_PLAN_ROWS names a file") from error
+    return cache / "eprt" / "plan.json"
 
 
 def own_tables() -> list[dict[str, Any]]:
     """Returns the tables that `eprt tune` measured here; none without a file. Raises ConfigError if it is none."""
-    path = own_path()
     try:
+        path = own_path()
         stamp = path.stat().st_mtime_ns
-    except OSError:
+    except (OSError, ConfigError):  # no file, or no folder for one
         return []
     return _read_own(path, stamp)
 

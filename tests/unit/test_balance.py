@@ -85,8 +85,11 @@ def test_what_is_no_file_of_counts(tmp_path, text: str, says: str) -> None:
 def test_zipf_is_what_it_says() -> None:
     assert zipf(3, 1.0, 1100) == (600, 300, 200)
     assert set(zipf(4, 0.0)) == {250_000}
-    with pytest.raises(ConfigError, match="exponent -1"):
+    with pytest.raises(ConfigError, match=r"exponent -1.*an exponent from 0 to below 100"):
         zipf(4, -1.0)
+    with pytest.raises(ConfigError, match=r"over 1000000000000 experts .*: expected 1 to 65536 experts"):
+        zipf(10**12, 1.0)
+    assert len(zipf(65536, 1.0)) == 65536  # in time linear in them
 
 
 @given(
@@ -200,6 +203,7 @@ def test_hosts_are_balanced_first() -> None:
         ({"counts": [1.0, float("nan"), 2.0, 3.0]}, r"\[nan\] among them"),
         ({"num_slots": 3}, "3 slots for 4 experts on 2 ranks"),
         ({"num_slots": 2}, "2 slots for 4 experts"),
+        ({"num_slots": 10**8}, "100000000 slots for 4 experts on 2 ranks: expected a multiple of 2, 4 to 65536"),
         ({"domain_size": 0}, "domain_size 0"),
         ({"current": ExpertPlacement(4, ParallelConfig(2), (0, 1, 2, 3))}, "expected 4 in 6 on 2"),
     ],

@@ -264,6 +264,9 @@ def test_every_pair_of_a_layer_is_measured_or_left_out(tmp_path, capsys) -> None
         ("dispatch --tokens 8 0", "expected at least one number, none below"),
         ("dispatch --world 1", "nothing would travel"),
         ("dispatch --transports torch pigeon", "'pigeon': on cpu there are none, torch, collectives by hand"),
+        ("dispatch --model gpt-oss-120b", "are of worlds that are simulated: add --simulate"),
+        ("dispatch --simulate", "--payload are of what is measured: --simulate takes --ranks"),
+        ("layer --shapes", "--shapes: expected at least one name"),
         ("step --layers 0", ""),
         ("step --tokens 0", ""),
     ],
@@ -276,10 +279,11 @@ def test_what_a_bench_cannot_measure_is_refused(words: str, says: str, capsys) -
 
 def test_a_planned_placement_beside_experts_in_order(tmp_path, capsys) -> None:
     """On two gloo ranks, neighbours hot: rank 0 has most rows until they are spread."""
-    found = bench("layer", tmp_path, "--tokens", "200", "--routing", "zipf:1.1", "--replicas", "2")
+    words = ("--routing", "zipf:1.1", "--replicas", "2", "--low-precision-activations")
+    found = bench("layer", tmp_path, "--tokens", "200", *words)
     assert found["bench"] == "placement"
     plain, planned = found["rows"]
-    assert (plain["placement"], plain["slots"], plain["gain"]) == ("in order", 8, 1.0)
+    assert [plain[key] for key in ("placement", "slots", "gain", "activations")] == ["in order", 8, 1.0, "fp8"]
     assert (planned["placement"], planned["slots"], planned["phase"]) == ("planned", 10, "prefill")
     assert plain["imbalance"] > 1.3 > 1.1 > planned["imbalance"] >= 1
     assert planned["gain"] == pytest.approx(plain["layer_p50_us"] / planned["layer_p50_us"], abs=1e-3)

@@ -19,6 +19,7 @@ from support import interpreters
 from support.jobs import rank_jobs as jobs
 from support.processes import wait_until_gone, working_in
 
+from eprt.bench.report import Report
 from eprt.cli import arguments, main, run
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
@@ -142,9 +143,12 @@ def test_half_an_environment_of_torchrun_is_refused(tiny: Path, name: str, value
     assert f"{name}='{value}'" in said
 
 
-def test_numbers_that_json_has_not_got_are_null(capsys) -> None:
+def test_numbers_that_json_has_not_got_are_null(tmp_path: Path, capsys) -> None:
     Terminal(json=True).result({"error": float("inf"), "steps": [{"error": float("nan")}, 1.5], "ok": False})
     assert json.loads(capsys.readouterr().out) == {"error": None, "steps": [{"error": None}, 1.5], "ok": False}
+    Report("dispatch", [{"error": float("nan"), "us": 1.5}], {"rate": float("inf")}).write(tmp_path / "x.json")
+    found = json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)
+    assert (found["rows"], found["limits"]) == ([{"error": None, "us": 1.5}], {"rate": None})
 
 
 def test_under_torchrun_the_rank_that_fails_alone_says_why(tiny: Path) -> None:
@@ -237,6 +241,19 @@ def test_doctor_reports_this_machine(capsys) -> None:
     assert usable["torch_grouped"]["ok"]
     assert "runs on cuda" in usable["symm"]["reason"]
     assert any("fused_moe_90" in item["kernels"] and "20 min" in item["takes"] for item in report["first_use"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--output x.json", "--output and --resume are of the trials of --faults: add it"),
+        ("--resume", "--output and --resume are of the trials of --faults: add it"),
+        ("--faults --seeds", "0 --seeds, 4 cpu ranks: expected at least 1, 1, 1 and 2"),
+    ],
+)
+def test_flags_that_doctor_could_do_nothing_with_are_refused(words: str, says: str, capsys) -> None:
+    assert main(["doctor", *words.split()]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ def shell(line: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[s
         ("$EPRT --version > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
         ("$EPRT --help > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
         ("$EPRT --help | true; exit ${PIPESTATUS[0]}", 141, ""),
+        (f"$EPRT {EXPLAIN} --json > /dev/full 2> /dev/full", 74, ""),
+        ("$EPRT explain --model /no/such 2> /dev/full", 2, ""),
         (f"$EPRT {EXPLAIN} --json > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
     ],
 )
@@ -51,6 +54,31 @@ def test_a_path_that_the_locale_cannot_show(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "no such file" in done.stderr
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch, capsys) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "EPRT_PLAN_ROWS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["nobody"])
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor"]) == main(["explain", "--model", "gpt-oss-20b"]) == 0
+    assert main(["tune", "--model", "gpt-oss-20b"]) == 2
+    assert "no home folder to keep rows in: EPRT_PLAN_ROWS names a file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("generate", "transformers is not installed: pip install 'transformers>=5.17'"),
+        ("warm --model gpt-oss-20b", "triton is not installed: pip install 'triton>=3.6'"),
+    ],
+)
+def test_a_library_that_is_not_there_is_named(words: str, says: str, monkeypatch, capsys) -> None:
+    missing = says.partition(" ")[0]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == missing else find_spec(name))
+    assert main(words.split()) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_version(tmp_path: Path) -> None:

@@ -226,3 +226,5 @@ def test_hosts_are_as_many_as_asked_for() -> None:
     assert Explain(model=Path(), world=16, ranks_per_host=32, device="sm90").parallel.ranks_per_host == 16
     with pytest.raises(ConfigError, match="--hosts 2 and --ranks-per-host 8: give one of them"):
         assert Explain(model=Path(), world=16, hosts=2, ranks_per_host=8).parallel
+    with pytest.raises(ConfigError, match="world_size 1000000000001: expected at most 65536"):  # at once
+        assert Explain(model=Path(), world=10**12 + 1, hosts=3).parallel

@@ -87,6 +87,23 @@ def test_what_takes_too_long_is_ended_and_said(tmp_path: Path, monkeypatch, caps
     assert main(["tune", *words[:-2], "0"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("{}", "expected a list of tables; remove it; eprt tune measures again"),
+        (None, "; EPRT_PLAN_ROWS names another"),
+    ],
+)
+def test_a_file_that_cannot_be_read_or_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch, capsys, place: str | None, says: str
+) -> None:
+    (tmp_path / "plan.json").write_text(place or "")
+    monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "plan.json") + "/of a file" * (place is None))
+    monkeypatch.setattr("eprt.cli.tune.ranks", lambda *_: pytest.fail("ranks were started"))
+    assert main(["tune", "--model", "gpt-oss-20b"]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_no_number_of_tokens_is_begun_after_its_time() -> None:
     config = MoEConfig(8, 2, 64, 32)
     context = RankContext(0, 1, "cpu")
