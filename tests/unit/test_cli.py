@@ -160,6 +160,13 @@ def test_under_torchrun_the_rank_that_fails_alone_says_why(tiny: Path) -> None:
     assert failure.value.reports[1].exit_code == 2
 
 
+def has_met(rank: int) -> bool:
+    """Tells whether a rank's World is made: gloo's threads are there then."""
+    with suppress(OSError):  # it has just ended, or one of its threads
+        return any("gloo" in name.read_text() for name in Path(f"/proc/{rank}/task").glob("*/comm"))
+    return False
+
+
 def start_long_run(tiny: Path, folder: Path) -> tuple[interpreters.Interpreter, list[int]]:
     """A run in `folder` that would take minutes, once its 2 ranks are driving steps; and the ranks' process ids."""
     words = ("run", "--model", tiny, "--world", "2", "--steps", "100000")
@@ -169,7 +176,7 @@ def start_long_run(tiny: Path, folder: Path) -> tuple[interpreters.Interpreter, 
         ranks: list[int] = []
         with suppress(ProcessLookupError):  # one of them has just ended
             ranks = [pid for pid in working_in(folder) if os.getsid(pid) == pid]
-        if len(ranks) == 2:
+        if len(ranks) == 2 and all(map(has_met, ranks)):
             time.sleep(1.0)  # into the steps
             return process, ranks
         time.sleep(0.1)
