@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up and passes linters, the type checker, the pages and the tests that need no GPU and are not long, in about six
+# Sets up and passes linters, the type checker, the pages and the tests that need no GPU and are not long, in about five
 # minutes on two cores; scripts/test_long.sh runs the long ones. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
