@@ -12,7 +12,7 @@ import torch
 
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.call import Dispatched, Handle
-from eprt.dispatch.spec import DEEPEP_MAX_TOKENS, SYMM_MAX_RANKS, SYMM_R_BITS, DispatcherSpec
+from eprt.dispatch.spec import DEEPEP_MAX_TOKENS, FLASHINFER, SYMM_MAX_RANKS, SYMM_R_BITS, DispatcherSpec
 from eprt.errors import ConfigError, EprtError
 from eprt.support import Requirement, load_class, register
 from eprt.weights import ExpertWeights, Nvfp4
@@ -93,7 +93,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             max_ranks=63,  # FlashInfer 0.7.2 moeAlltoAllKernels.h: a 64-bit rank mask, one bit for the invalid id
             top_k_sizes=(1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22),  # its moeAlltoAllKernels.cu, SWITCH_TOP_K
             moe_tp=False,
-            requirement=Requirement("flashinfer", ("flashinfer-python",), "0.6.18", below="0.7.4"),
+            requirement=FLASHINFER,
             preference=4,
         ),
         DispatcherSpec(

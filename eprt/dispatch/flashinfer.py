@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from eprt.dispatch.call import Handle
 from eprt.dispatch.shared_memory import BufferCall, Geometry, InFlightBuffers, SharedMemoryDispatcher, unmapped
+from eprt.dispatch.spec import FLASHINFER
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
 from eprt.tokens import PAYLOADS, FlatTokens, Payload, TopK, as_bytes
@@ -327,8 +328,7 @@ def load_library() -> Any:
     try:
         from flashinfer.comm import trtllm_moe_alltoall
     except (ImportError, OSError) as error:
-        wanted = "flashinfer-python>=0.6.18,<0.7.4"
-        raise ConfigError(f"flashinfer can't be loaded ({error}): pip install '{wanted}'") from error
+        raise ConfigError(f"flashinfer can't be loaded ({error}): pip install '{FLASHINFER.wanted}'") from error
     return trtllm_moe_alltoall
 
 
@@ -336,8 +336,8 @@ def require_fp8_combine() -> None:
     """Raises ConfigError if this FlashInfer's combine has no FP8."""
     if "use_low_precision" not in inspect.signature(load_library().moe_a2a_combine).parameters:
         raise ConfigError(
-            "flashinfer: this version brings outputs back in bf16 only: pip install 'flashinfer-python>=0.7.2', or "
-            "combine_payload=None"
+            "flashinfer: this version brings outputs back in bf16 only: pip install "
+            f"'{replace(FLASHINFER, minimum='0.7.2').wanted}', or combine_payload=None"
         )
 
 

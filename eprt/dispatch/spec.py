@@ -14,6 +14,7 @@ FABRIC_BEYOND_HOST = 100  # SM from which NVLink joins the hosts of a rack (GB20
 SYMM_MAX_RANKS = 8  # GPUs of one NVLink host
 SYMM_R_BITS = 20  # of a flag of symm's kernels carry R
 DEEPEP_MAX_TOKENS = 1024  # per rank: deep_ep 1.2.1, FINISHED_SUM_TAG of csrc/kernels/internode_ll.cu
+FLASHINFER = Requirement("flashinfer", ("flashinfer-python",), "0.6.18", below="0.7.4")  # which has another all-to-all
 PACKING_SM = 89  # from which Triton converts to E4M3, in codes of fp8_block and scales of nvfp4
 
 

@@ -35,11 +35,12 @@ def named_interface() -> str:
     """Returns the interface that GLOO_SOCKET_IFNAME names, "" where it names none. Raises ConfigError for one that this
     host hasn't got: gloo looks for it also where all ranks are on one host."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    names = [name for _, name in socket.if_nameindex()]
-    if interface and interface not in names and _address_of(interface) is None:  # eth0:1 has no number of its own
-        raise ConfigError(
-            f"GLOO_SOCKET_IFNAME={shown(interface)}: this host has no such interface; it has {', '.join(names)}"
-        )
+    if interface and _address_of(interface) is None:
+        names = [name for _, name in socket.if_nameindex()]  # eth0:1, which has an address, has no number of its own
+        if interface not in names:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={shown(interface)}: this host has no such interface; it has {', '.join(names)}"
+            )
     return interface
 
 

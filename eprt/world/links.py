@@ -1,4 +1,4 @@
-"""What a guard hears: authenticated connections to the other ranks' guards, and a watch on the control store.
+"""Lets a guard hear: authenticated connections to the other ranks' guards, and a watch on the control store.
 
 Each rank listens, and connects to the ranks below it. Both ends prove that they know the World's key before anything
 they say is read, so a stranger that finds the port is closed out. Then JSON messages travel, each behind its length

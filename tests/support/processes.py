@@ -28,11 +28,12 @@ def descendants(pid: int) -> list[int]:
 
 def working_in(folder: Path) -> list[int]:
     """Processes whose current folder it is: a command's own, and those it starts, whatever they were forked from."""
-    found = []
+    found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):  # it has ended, or ends
-                found += [int(entry.name)] * ((entry / "cwd").readlink() == folder)
+                if (entry / "cwd").readlink() == folder:
+                    found.append(int(entry.name))
     return sorted(found)
 
 

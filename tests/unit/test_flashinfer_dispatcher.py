@@ -117,7 +117,7 @@ def test_fp8_outputs_need_a_library_that_has_them_and_no_other_memory(library, m
     plain, packed = make(world), make(world, combine_payload="fp8")
     assert plain._geometry == packed._geometry
     monkeypatch.setattr(library, "moe_a2a_combine", lambda payload, output: None)
-    with pytest.raises(ConfigError, match=r"outputs back in bf16 only: pip install 'flashinfer-python>=0.7.2'"):
+    with pytest.raises(ConfigError, match=r"outputs back in bf16 only: pip install 'flashinfer-python>=0.7.2,<0.7.4'"):
         make(world, combine_payload="fp8")
 
 

@@ -48,7 +48,7 @@ _PLAIN = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a rank needs for one experts module: the layer's maths, where all experts lie, and its own ones.
+    """Holds what a rank needs for one experts module: the layer's maths, where all experts lie, and its own ones.
 
     `own_code`: the same as the module lays them out, where its own code runs them.
     """
