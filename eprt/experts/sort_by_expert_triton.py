@@ -8,7 +8,9 @@ counted for every program. Within a block, an entry's rank is the number of earl
 sort is stable.
 
 Each kernel triggers programmatic dependent launch (PDL) for its successor, the first GEMM included: the grids are
-small, so that an early launch does not starve them.
+small, so that an early launch does not starve them. With few entries the sort can run at the same time as the kernel
+before it (BESIDE), which has waited for the ids, and writes nothing that the sort reads: it waits for that kernel last,
+on behalf of the GEMM.
 """
 
 from __future__ import annotations
@@ -196,14 +198,16 @@ def _put(place_ptr, source_ptr, base, own, rank, start, num_ids, L, K: tl.conste
 def _sort_by_expert(
     ids_ptr, counts_ptr, place_ptr, source_ptr, offsets_ptr, entries_ptr, num_entries_ptr, num_ids, first, L, blocks,
     K: tl.constexpr, L_PAD: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, PDL: tl.constexpr,
+    TAIL: tl.constexpr, HIGH_FIRST: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes each entry's sorted row, the offsets, and (unless None) the source rows and the tile schedule.
 
     counts_ptr: the output of `_count_by_expert`; None: each program sorts one block. `_count_by_expert` launches this
     kernel only after the ids were written, so they may be read before the wait for its counts.
     """
-    if PDL and counts_ptr is None:
+    if PDL and BESIDE:
+        gdc_launch_dependents()
+    elif PDL and counts_ptr is None:
         pdl_wait(True)
     start = tl.program_id(0) * blocks * BLOCK_S
     own, rank = _ranked(ids_ptr, start, num_ids, first, L, BLOCK_S)
@@ -228,6 +232,8 @@ def _sort_by_expert(
     if tl.program_id(0) == 0:
         tl.store(offsets_ptr + expert, begin.to(tl.int64), mask=expert < L)
         tl.store(offsets_ptr + L, tl.sum(total, axis=0).to(tl.int64))
+    if PDL and BESIDE:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["M", "L"], do_not_specialize_on_alignment=["counts_ptr"])
@@ -242,9 +248,12 @@ def _schedule_expert_major(
 
 
 def sort_and_schedule(
-    ids: torch.Tensor, first: int, L: int, tiles: RowTiles
+    ids: torch.Tensor, first: int, L: int, tiles: RowTiles, *, beside: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, TileSchedule]:
     """Sorts as `sort_by_expert` does, and writes the tile schedule of a grouped GEMM over the sorted rows.
+
+    Args:
+        beside: the kernel before this call triggers PDL, has nothing to do with ids, and is to run at the same time.
 
     Returns:
         place, source [N * K] int32 (the token n of each sorted row), and the schedule.
@@ -252,24 +261,26 @@ def sort_and_schedule(
     num_ids = ids.numel()
     source = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
     work = TileSchedule.empty(min(L, num_ids) + num_ids // tiles.m, tiles, ids.device)
-    _, place = sort_by_expert(ids, first, L, source, work)
+    _, place = sort_by_expert(ids, first, L, source, work, beside=beside)
     return place, source, work
 
 
 def sort_by_expert(
-    ids: torch.Tensor, first: int, L: int, source: torch.Tensor | None = None, work: TileSchedule | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    ids: torch.Tensor, first: int, L: int, source: torch.Tensor | None = None, work: TileSchedule | None = None, *,
+    beside: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Sorts top-k entries by local expert, stably; those of non-local experts are left out.
 
     Args:
         ids: [N, K] int32, global.
-        source, work: of `sort_and_schedule`, to be written too.
+        source, work: of `sort_and_schedule`, to be written too.  beside: see there.
 
     Returns:
         offsets [L + 1] int64, and place [N, K] int32: an entry's sorted row, -1 where its expert isn't local.
     """
     offsets = torch.empty(L + 1, dtype=torch.int64, device=ids.device)
     place = torch.empty_like(ids, memory_format=torch.contiguous_format)
+    beside = beside and ids.numel() <= SMALL_IDS and ids.is_contiguous()  # else another kernel comes between
     (N, K), ids = ids.shape, ids.contiguous()
     num_ids, l_pad = N * K, max(16, next_power_of_2(L + 1))
     block_s = BLOCK if num_ids > FEW_IDS else FEW_BLOCK
@@ -280,7 +291,7 @@ def sort_by_expert(
         counts = torch.empty((programs, l_pad), dtype=torch.int32, device=ids.device)
         _prepared_count(ids.device, l_pad, block_s)((programs, 1, 1), ids, counts, num_ids, first, L, blocks)
     entries, count, tiles = (None, None, RowTiles(1)) if work is None else (work.entries, work.num_entries, work.tiles)
-    kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None)
+    kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None, beside)
     kernel((programs, 1, 1), ids, counts, place, source, offsets, entries, count, num_ids, first, L, blocks)
     return offsets, place
 
@@ -303,13 +314,13 @@ def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> CachedKer
 
 @cache
 def _prepared_place(
-    device: torch.device, K: int, l_pad: int, block_s: int, tiles: RowTiles, counted: bool, lists: bool
+    device: torch.device, K: int, l_pad: int, block_s: int, tiles: RowTiles, counted: bool, lists: bool, beside: bool
 ) -> CachedKernel:
     """Compiles `_sort_by_expert`. counted: counts come from `_count_by_expert`.  lists: it also writes a schedule."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2, 2
     chunk = max(1, _CELLS // l_pad) if counted else 1024
-    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": chunk, **_constants(tiles)}
+    sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": chunk, **_constants(tiles), "BESIDE": beside}
     return CachedKernel(_sort_by_expert, device, arguments, sizes, pdl=True, num_warps=8)
 
 

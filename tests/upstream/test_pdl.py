@@ -73,6 +73,21 @@ def test_lists_and_sums(tokens, made):
     assert [name for name, machine in made.items() if launches_dependents(machine)] == list(made)[:-1]
 
 
+def test_a_sort_beside_another_kernel_reads_ids_alone(made):
+    """Until it has waited for that kernel, which is the last thing that it does."""
+    ids = torch.zeros(16, 8, dtype=I32)
+    sort_by_expert_triton.sort_and_schedule(ids, 0, 32, RowTiles(64, 16, True), beside=True)
+    machine = made["_sort_by_expert"]
+    early = before_the_wait(machine)
+    assert all(line.startswith(("LDG.E.STRONG.GPU ", "STG")) for line in early)
+    code = machine.code
+    rest = code[next(index for index, line in enumerate(code) if line.startswith("ACQBULK")) :]
+    assert not any(line.startswith(ACCESSES) for line in rest)
+    assert launches_dependents(machine)
+    sort_by_expert_triton.sort_and_schedule(ids.T, 0, 32, RowTiles(64, 16, True), beside=True)
+    assert before_the_wait(made["_sort_by_expert"]) == [], "the kernel before is the ids' copy"
+
+
 def test_rows_in_order(made):
     permute_triton.group_rows(torch.zeros(16, 256, dtype=BF16), torch.zeros(16, 4, dtype=I32), 0, 8, BF16)
     assert before_the_wait(made["_group_small"]) == []

@@ -116,17 +116,17 @@ class TritonGroupedExecutor(PreparedExecutor):
             rows = INVARIANT_ROWS
         return choose(self._pair, rows, hopper=self._hopper)
 
-    def _rows(self, hidden: Payload, work: TileSchedule, source: torch.Tensor | None = None) -> Rows:
-        """Tokens in the first GEMM's number format."""
+    def _rows(self, hidden: Payload, work: TileSchedule | None) -> Rows:
+        """Tokens in the first GEMM's number format: the scheduled ones; None: all, in rows of whole 16 bytes."""
         from eprt.experts.grouped.launch import Rows, quantize_rows
 
         if self._pair == "w8a8" and hidden.scale is not None and hidden.format == "fp8_block":
-            return Rows(aligned(hidden.data), hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous(), source)
+            return Rows(aligned(hidden.data), hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous())
         plain = plain_hidden(hidden)
         if self._pair in FP8_PAIRS:
-            return replace(quantize_rows(plain, None if source is not None else work, self._gemms[0]), source=source)
+            return quantize_rows(plain, work, self._gemms[0])
         plain = plain.to(torch.bfloat16)
-        return Rows(aligned(plain) if source is not None else plain, None, source)
+        return Rows(aligned(plain) if work is None else plain)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         from eprt.experts.grouped.launch import both
@@ -139,9 +139,11 @@ class TritonGroupedExecutor(PreparedExecutor):
             return
         schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
-        place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule))
+        rows = self._rows(tokens.hidden, None)
+        quantized = rows.scale is not None and tokens.hidden.scale is None  # by the kernel before the sort
+        place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule), beside=quantized)
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
-        both(self._gemms, self._rows(tokens.hidden, work, source), work, schedule, (N * K,), result)
+        both(self._gemms, replace(rows, source=source), work, schedule, (N * K,), result)
         weighted_unpermute(result, place, tokens.weights, out, tokens.every_row_read)
 
     def _few_tokens(self, few: FewTokens, tokens: FlatTokens, out: torch.Tensor) -> None:
