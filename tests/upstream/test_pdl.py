@@ -79,7 +79,9 @@ def test_a_sort_beside_another_kernel_reads_ids_alone(made):
     sort_by_expert_triton.sort_and_schedule(ids, 0, 32, RowTiles(64, 16, True), beside=True)
     machine = made["_sort_by_expert"]
     early = before_the_wait(machine)
-    assert all(line.startswith(("LDG.E.STRONG.GPU ", "STG")) for line in early)
+    early = [line for line in early if not line.startswith(("STG", "ATOMS"))]  # the latter of shared memory
+    assert early
+    assert all(line.startswith("LDG") and "STRONG.GPU" in line for line in early), "from the L2 cache"
     code = machine.code
     rest = code[next(index for index, line in enumerate(code) if line.startswith("ACQBULK")) :]
     assert not any(line.startswith(ACCESSES) for line in rest)
