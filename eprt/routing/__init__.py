@@ -132,6 +132,7 @@ class Router(nn.Module):
             float32 for `grouped_sigmoid` and `grouped_softmax` and the model's dtype for the others.
         weights: what the routing weights are rounded to: `logits` as the method does on logits of this dtype (Qwen),
             `float32` not at all (Mixtral), `tokens` the dtype of the hidden states whatever the logits' (ERNIE 4.5).
+        padding: calls may mark tokens that nobody reads; a warm-up compiles what they need.
 
     Raises:
         ConfigError: shapes that don't fit each other.
@@ -153,9 +154,10 @@ class Router(nn.Module):
         token_table: torch.Tensor | None = None,
         float32_logits: bool | None = None,
         weights: WeightRounding = "logits",
+        padding: bool = False,
     ) -> None:
         super().__init__()
-        self.routing, self.top_k = routing, top_k
+        self.routing, self.top_k, self.padding = routing, top_k, padding
         in_float32 = routing.method in ("grouped_sigmoid", "grouped_softmax")
         self.float32_logits = in_float32 if float32_logits is None else float32_logits
         self.weights: WeightRounding = weights
@@ -182,15 +184,18 @@ class Router(nn.Module):
         fused = self._kernels(hidden)
         return self.logits_by_torch(hidden) if fused is None else RouterLogits(fused.logits(hidden))
 
-    def forward(self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None) -> TopK:
-        """Returns the TopK of hidden states [..., H] (`hash`: with their vocabulary ids [...]). Raises as `route`."""
+    def forward(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, padding: torch.Tensor | None = None
+    ) -> TopK:
+        """Returns the TopK of hidden states [..., H] (`hash`: with their vocabulary ids [...]). Those of the T tokens
+        that `padding` [T or more] bool marks get E for an id: no expert. Raises as `route`."""
         hidden = self._rows(hidden)
         token_ids = None if token_ids is None else token_ids.reshape(-1)
         fused = self._kernels(hidden)
         if fused is not None and (token_ids is None or token_ids.device == hidden.device):
             if self.routing.method == "hash":
                 _check_table(hidden.shape[0], self.top_k, token_ids, self.token_table)
-            return fused.topk(hidden, token_ids)
+            return fused.topk(hidden, token_ids, padding)
         chosen = route(
             self.logits_by_torch(hidden),
             self.routing,
@@ -199,14 +204,15 @@ class Router(nn.Module):
             token_ids=token_ids,
             token_table=self.token_table,
         )
-        if self.weights == "tokens":
-            return TopK(chosen.ids, chosen.weights.to(hidden.dtype).float())
-        return chosen
+        ids, weights = chosen.ids, chosen.weights
+        if padding is not None:
+            ids = ids.masked_fill(padding[: ids.shape[0], None], self.weight.shape[0])
+        return TopK(ids, weights.to(hidden.dtype).float() if self.weights == "tokens" else weights)
 
     def warmup(self, max_tokens: int, *, logits: bool = False) -> None:
         """Compiles what up to `max_tokens` bf16 hidden states need, `logits` too if asked for. CPU: nothing."""
         if (fused := self.kernels) is not None:
-            fused.warmup(max_tokens, logits=logits)
+            fused.warmup(max_tokens, logits=logits, padding=self.padding)
 
     @property
     def kernels(self) -> FusedRouter | None:

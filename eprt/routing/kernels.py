@@ -126,9 +126,12 @@ def _choose(key, position, k, END: tl.constexpr, K: tl.constexpr):
 
 
 # The number of tokens changes from call to call: specialised, it would compile again after warm-up.
-@triton.jit(do_not_specialize=["T", "V"], do_not_specialize_on_alignment=["bias", "correction", "token_ids", "table"])
+_ANYWHERE = ["bias", "correction", "token_ids", "table", "padding"]
+
+
+@triton.jit(do_not_specialize=["T", "V"], do_not_specialize_on_alignment=_ANYWHERE)
 def choice_kernel(
-    pieces, bias, correction, token_ids, table, logits_out, ids, weights, T, V,
+    pieces, bias, correction, token_ids, table, padding, logits_out, ids, weights, T, V,
     METHOD: tl.constexpr, SPLITS: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr, METHOD_DTYPE: tl.constexpr, CHOICE_DTYPE: tl.constexpr, WEIGHTS_DTYPE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
@@ -137,7 +140,8 @@ def choice_kernel(
     RENORMALIZE: tl.constexpr, SCALING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chooses token t's K experts in program t, or with METHOD "logits" writes its logits. The logits are the sum of
-    `pieces` [SPLITS, T, E] and `bias`, rounded to LOGITS_DTYPE. GROUPS > 1: experts lie in rows of groups."""
+    `pieces` [SPLITS, T, E] and `bias`, rounded to LOGITS_DTYPE. GROUPS > 1: experts lie in rows of groups. Tokens that
+    `padding` marks get E, which is no expert."""
     if PDL:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -175,7 +179,10 @@ def choice_kernel(
             chosen = _choose(tl.reshape(key, [flat]), tl.arange(0, flat), k, flat, K)
         score = tl.gather(tl.reshape(scores, [flat]), chosen, 0)
         weight = _rounded(_weights(score, used, METHOD, RENORMALIZE, SCALING, METHOD_DTYPE), WEIGHTS_DTYPE)
-        tl.store(ids + t * K + k, (chosen // SIZE_PAD) * (E // GROUPS) + chosen % SIZE_PAD, mask=used)
+        found = (chosen // SIZE_PAD) * (E // GROUPS) + chosen % SIZE_PAD
+        if padding is not None:
+            found = tl.where(tl.load(padding + t) != 0, E, found)
+        tl.store(ids + t * K + k, found, mask=used)
         tl.store(weights + t * K + k, weight, mask=used)
 
 

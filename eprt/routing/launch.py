@@ -69,7 +69,7 @@ class Choice(NamedTuple):
 
     Attributes:
         routing: None: the kernel writes the logits, in `rounding.method`.
-        pieces, bias, correction, token_ids, table: dtypes of its inputs, None where there is none.
+        pieces, bias, correction, token_ids, table, padding: dtypes of its inputs, None where there is none.
         splits: partial sums over H that it adds up.
     """
 
@@ -84,6 +84,7 @@ class Choice(NamedTuple):
     correction: torch.dtype | None = None
     token_ids: torch.dtype | None = None
     table: torch.dtype | None = None
+    padding: torch.dtype | None = None
 
 
 @cache
@@ -102,7 +103,7 @@ def prepared_choice(what: Choice) -> CachedKernel:
     return CachedKernel(
         choice_kernel,
         what.device,
-        (what.pieces, what.bias, what.correction, what.token_ids, what.table, *outputs, 2, 2),
+        (what.pieces, what.bias, what.correction, what.token_ids, what.table, what.padding, *outputs, 2, 2),
         constants | _dtypes(what, computed),
         pdl=True,
         num_warps=1,
@@ -141,11 +142,11 @@ def choose(logits: torch.Tensor, routing: Routing, top_k: int, *given: torch.Ten
     if routing.method != "hash":
         tensors = (tensors[0], None, None)
     what = Choice(logits.device, routing, top_k, E, Rounding(dtype, dtype), dtype, 1, None, *map(_dtype, tensors))
-    return _choose(prepared_choice(what), aligned(logits), logits.shape[0], top_k, None, *tensors)
+    return _choose(prepared_choice(what), aligned(logits), logits.shape[0], top_k, None, *tensors, None)
 
 
 def _choose(kernel: CachedKernel, pieces: torch.Tensor, T: int, top_k: int, *given: torch.Tensor | None) -> TopK:
-    """Launches a choice; `given` are bias, correction bias, token ids and their table."""
+    """Launches a choice; `given` are bias, correction bias, token ids, their table, and padding."""
     ids = torch.empty((T, top_k), dtype=torch.int32, device=pieces.device)
     weights = torch.empty((T, top_k), dtype=torch.float32, device=pieces.device)
     if T:
@@ -182,17 +183,18 @@ class FusedRouter:
         self._bias, self._correction, self._table = map(_contiguous, (bias, correction_bias, token_table))
         self._top_k, self._dtype = top_k, rounding.method
         self._gemms: dict[int, LogitsGemm] = {}  # by the number of the tiling
-        self._choices: dict[tuple[int, torch.dtype | None], CachedKernel] = {}
+        self._choices: dict[tuple[int, torch.dtype | None, torch.dtype | None], CachedKernel] = {}
         kinds = map(_dtype, (self._bias, self._correction, None, self._table))
         self._what = Choice(self.device, routing, top_k, self._shape[0], rounding, torch.float32, 0, *kinds)
 
-    def topk(self, hidden: torch.Tensor, token_ids: torch.Tensor | None) -> TopK:
-        """Returns the TopK of hidden states [T, H] bf16 (and token ids [T] for `hash`), both checked."""
+    def topk(self, hidden: torch.Tensor, token_ids: torch.Tensor | None, padding: torch.Tensor | None = None) -> TopK:
+        """Returns the TopK of hidden states [T, H] bf16 (and token ids [T] for `hash`), both checked. Tokens that
+        `padding` [T or more] bool marks, contiguous, get E for an id: no expert."""
         T = hidden.shape[0]
         token_ids = None if self._table is None else _contiguous(token_ids)
         pieces = self._pieces(hidden)
-        kernel = self._choice(pieces.shape[0], None if token_ids is None else token_ids.dtype)
-        return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table)
+        kernel = self._choice(pieces.shape[0], *map(_dtype, (token_ids, padding)))
+        return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table, padding)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits [T, E] of hidden states [T, H] bf16 that `topk` chooses by."""
@@ -201,16 +203,18 @@ class FusedRouter:
         pieces = self._pieces(hidden)
         if T:
             kernel = prepared_choice(self._logits_of(pieces.shape[0]))
-            kernel((T, 1, 1), pieces, self._bias, None, None, None, logits, None, None, T, 0)
+            kernel((T, 1, 1), pieces, self._bias, None, None, None, None, logits, None, None, T, 0)
         return logits
 
-    def warmup(self, max_tokens: int, *, logits: bool) -> None:
-        """Compiles everything that calls of up to `max_tokens` tokens need, `logits` too if asked for."""
+    def warmup(self, max_tokens: int, *, logits: bool, padding: bool = False) -> None:
+        """Compiles everything that calls of up to `max_tokens` tokens need, `logits` too if asked for; with `padding`
+        also those that mark some."""
         for number, most in enumerate(_MOST_TOKENS):
             gemm = self._gemm(number)
             gemm.kernel.load()
             for dtype in (None,) if self._table is None else (torch.int32, torch.int64):
-                self._choice(gemm.splits, dtype).load()
+                for marks in (None, torch.bool) if padding else (None,):
+                    self._choice(gemm.splits, dtype, marks).load()
             if logits:
                 prepared_choice(self._logits_of(gemm.splits)).load()
             if most >= max_tokens:
@@ -232,11 +236,11 @@ class FusedRouter:
             found = self._gemms[number] = prepared_gemm(self.device, *self._shape, parts, TILINGS[number])
         return found
 
-    def _choice(self, splits: int, token_ids: torch.dtype | None) -> CachedKernel:
-        key = (splits, token_ids)
+    def _choice(self, splits: int, token_ids: torch.dtype | None, padding: torch.dtype | None) -> CachedKernel:
+        key = (splits, token_ids, padding)
         found = self._choices.get(key)
         if found is None:
-            what = self._what._replace(splits=splits, token_ids=token_ids)
+            what = self._what._replace(splits=splits, token_ids=token_ids, padding=padding)
             found = self._choices[key] = prepared_choice(what)
         return found
 

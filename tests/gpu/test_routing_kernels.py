@@ -127,6 +127,17 @@ def test_router(name, T, record_property):
 
 
 @pytest.mark.parametrize("name", SHAPES)
+def test_tokens_that_nobody_reads_get_no_expert(name):
+    case = Case(name, 5)
+    fused, padding = case.fused(), torch.tensor([False, True, False, True, True, False, True], device=DEVICE)
+    found, marked = fused.topk(case.hidden, case.token_ids), fused.topk(case.hidden, case.token_ids, padding)
+    synchronize()
+    wanted = found.ids.masked_fill(padding[:5, None], case.E)
+    assert torch.equal(marked.ids, wanted)
+    assert torch.equal(marked.weights, found.weights)
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_no_tokens_and_runs_alike(name):
     case = Case(name, sized(100, 3))
     fused = case.fused()

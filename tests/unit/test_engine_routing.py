@@ -33,7 +33,8 @@ def experts_of(*, invariant: bool = False) -> Any:
         start_compiling=lambda earlier: None,
     )
     bound = SimpleNamespace(layer=layer, state=SimpleNamespace(built=[layer]), binding=SimpleNamespace(name="layers.0"))
-    return SimpleNamespace(quant_method=SimpleNamespace(eprt=bound))
+    moe = SimpleNamespace(is_sequence_parallel=True)  # whose padding isn't marked
+    return SimpleNamespace(quant_method=SimpleNamespace(eprt=bound, moe=moe))
 
 
 class InVllm:

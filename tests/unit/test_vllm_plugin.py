@@ -65,6 +65,8 @@ def test_gates_of_layers_that_eprt_runs_are_eprts(pools) -> None:
             layer = found[number]
             close(layer["output"], jobs.formula(number, hidden, layer["weights"], layer["ids"]))
         assert torch.equal(found[0]["ids"], found[1]["ids"])
+        assert torch.equal(found["padded"][:1], found[0]["ids"][:1])
+        assert (found["padded"][1:] == jobs.E).all()  # no expert
 
 
 @pytest.mark.parametrize("placed", [False, True])

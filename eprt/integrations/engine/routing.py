@@ -28,16 +28,27 @@ def unrouted(experts: Any) -> BoundLayer | None:
     return bound if free else None
 
 
-def take_over(bound: BoundLayer, gate: Any, top_k: int, *, renormalize: bool) -> Callable[..., Choice] | None:
+def take_over(
+    bound: BoundLayer,
+    gate: Any,
+    top_k: int,
+    *,
+    renormalize: bool,
+    padding: Callable[[], torch.Tensor | None] | None = None,
+) -> Callable[..., Choice] | None:
     """Returns what chooses experts of hidden states [T, H] bf16 by the gate's weight, by a softmax over all experts,
     in place of the engine's own function, whose other arguments it ignores.
 
     None: the engine keeps the gate, as it isn't plain bf16. The router is the layer's, which isn't warm yet.
+
+    Args:
+        padding: returns a call's mask [T or more] bool of tokens that nobody reads, or None where there is none.
     """
     layer, state = bound.layer, bound.state
     router = None if layer is None else _router_of(gate, layer.config, top_k, renormalize)
     if layer is None or router is None:
         return None
+    router.padding = padding is not None
     gate.__class__ = mixed(type(gate), _Unread)
     earlier = [other for other in state.built if other.router is not None]
     layer.router, layer.config = router, replace(layer.config, routing=router.routing)
@@ -49,7 +60,8 @@ def take_over(bound: BoundLayer, gate: Any, top_k: int, *, renormalize: bool) ->
         if gate.weight.data_ptr() != router.weight.data_ptr():  # the engine has put another one in its place
             router.weight, router.bias = gate.weight.data, gate.bias
             kernels = router.kernels
-        found = router(hidden_states) if kernels is None else kernels.topk(hidden_states, None)
+        marked = None if padding is None else padding()
+        found = router(hidden_states, None, marked) if kernels is None else kernels.topk(hidden_states, None, marked)
         return found.weights, found.ids
 
     return chosen

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from eprt.integrations.engine.routing import take_over, unrouted
@@ -36,8 +38,24 @@ def _take_over(runner: Any, block: nn.Module | None) -> str:
         return ""
     inside = getattr(runner, "gate", None)
     gate = getattr(block, _CALL_GATE.get(type(block).__name__, ""), None) if inside is None else inside
-    choose = None if gate is None else take_over(bound, gate, choice.top_k, renormalize=choice.renormalize)
+    padding = _padding(runner.routed_experts.quant_method)
+    choose = None
+    if gate is not None:
+        choose = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize, padding=padding)
     if choose is None:
         return ""
     choice._compute_routing = choose
     return "" if gate is inside else bound.binding.name
+
+
+def _padding(method: Any) -> Callable[[], torch.Tensor | None] | None:
+    """Returns what finds the mask of tokens that nobody reads, which vLLM has since 0.32: its own routers leave them
+    out, too. It marks no sequence-parallel layer's rows."""
+    if method.moe.is_sequence_parallel:
+        return None
+    from vllm.forward_context import ForwardContext, get_forward_context
+
+    def marked() -> torch.Tensor | None:
+        return get_forward_context().is_padding
+
+    return marked if "is_padding" in ForwardContext.__dataclass_fields__ else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -169,6 +170,13 @@ class MoERunner(nn.Module):
         )
 
 
+@dataclass
+class ForwardContext:
+    """`forward_context.py`, since 0.32."""
+
+    is_padding: torch.Tensor | None = None
+
+
 class HoldsGate(nn.Module):
     """`models/qwen3_moe.py`: a block whose gate the runner calls."""
 
@@ -270,7 +278,7 @@ def installed(config: Any, tokens: list[int], unfit: str = "", *, dense: bool = 
             "get_ep_group": _no_group if dense else lambda: group,
             "get_tp_group": lambda: alone,
         },
-        "vllm.forward_context": {"get_forward_context": lambda: context},
+        "vllm.forward_context": {"get_forward_context": lambda: context, "ForwardContext": ForwardContext},
     }
     for module, name in method._SELECTORS:
         modules.setdefault(_LAYERS + module, {})[name] = _no_kernel
