@@ -193,7 +193,8 @@ class FusedRouter:
         T = hidden.shape[0]
         token_ids = None if self._table is None else _contiguous(token_ids)
         pieces = self._pieces(hidden)
-        kernel = self._choice(pieces.shape[0], *map(_dtype, (token_ids, padding)))
+        ids_dtype = None if token_ids is None else token_ids.dtype
+        kernel = self._choice(pieces.shape[0], ids_dtype, None if padding is None else padding.dtype)
         return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table, padding)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
