@@ -253,7 +253,7 @@ def sort_and_schedule(
     """Sorts as `sort_by_expert` does, and writes the tile schedule of a grouped GEMM over the sorted rows.
 
     Args:
-        beside: the kernel before this call triggers PDL, has nothing to do with ids, and is to run at the same time.
+        beside: the kernel launched last triggers PDL once it has waited, and doesn't write ids: run at the same time.
 
     Returns:
         place, source [N * K] int32 (the token n of each sorted row), and the schedule.

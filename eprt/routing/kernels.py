@@ -125,10 +125,10 @@ def _choose(key, position, k, END: tl.constexpr, K: tl.constexpr):
     return chosen
 
 
-# The number of tokens changes from call to call: specialised, it would compile again after warm-up.
 _ANYWHERE = ["bias", "correction", "token_ids", "table", "padding"]
 
 
+# The number of tokens changes from call to call: specialised, it would compile again after warm-up.
 @triton.jit(do_not_specialize=["T", "V"], do_not_specialize_on_alignment=_ANYWHERE)
 def choice_kernel(
     pieces, bias, correction, token_ids, table, padding, logits_out, ids, weights, T, V,

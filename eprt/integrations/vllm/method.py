@@ -186,8 +186,9 @@ class EprtMoEMethod:
         from vllm.forward_context import get_forward_context
 
         built, context = self.eprt.ready(), get_forward_context()
-        marked = built.router is not None or self.moe.is_sequence_parallel  # where rows that nobody reads lie elsewhere
-        padding = None if marked else getattr(context, "is_padding", None)
+        # eprt's own choice has left padding out; of sequence-parallel layers vLLM doesn't say where it lies.
+        known = built.router is None and not self.moe.is_sequence_parallel
+        padding = getattr(context, "is_padding", None) if known else None
         ids = ids_of(topk_ids, built.config.num_experts, padding)
         counts = context.dp_metadata if self.eprt.binding.expert_parallel else None
         rows = tokens_per_rank(counts, x.shape[0], self.moe.sp_size)
