@@ -34,7 +34,6 @@ ROUTER = columns(
 
 
 def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
-    """Measures executors on this GPU. Returns 0."""
     from eprt.bench.experts import SHAPES, experts_report
 
     require_tokens(arguments.tokens, 1)
@@ -54,7 +53,6 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
 
 
 def bench_exchange(arguments: BenchExchange, terminal: Terminal) -> int:
-    """Measures how long the ranks take to agree. Returns 0."""
     from eprt.bench.dispatch import exchange_report, measure_exchange
 
     if arguments.rounds < 1:
@@ -72,7 +70,6 @@ def bench_exchange(arguments: BenchExchange, terminal: Terminal) -> int:
 
 
 def bench_router(arguments: BenchRouter, terminal: Terminal) -> int:
-    """Measures the router's kernels beside plain torch. Returns 0."""
     from eprt.bench.router import SHAPES, router_report
 
     require_tokens(arguments.tokens, 1)
@@ -89,7 +86,6 @@ def bench_router(arguments: BenchRouter, terminal: Terminal) -> int:
 
 
 def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
-    """Measures decode steps of whole models. Returns 0."""
     from eprt.bench.step import StepCase, measure_step, step_rows
 
     require_tokens(arguments.tokens, 1)

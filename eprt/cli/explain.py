@@ -138,7 +138,6 @@ def _say_layouts(terminal: Terminal, ways: list[ParallelLayout], arguments: Expl
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns a plan as plain values."""
     return {
         "dispatcher": plan.dispatcher,
         "executor": plan.executor,

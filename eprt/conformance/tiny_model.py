@@ -53,7 +53,6 @@ def write_tiny_checkpoint(
 
 
 def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> None:
-    """Writes one file for each shard, and the index of them."""
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}

@@ -166,8 +166,8 @@ def make_dispatcher(
     packed = runtime.payload == "nvfp4"
     try:
         dispatcher = _construct(name, world, config, runtime, token_format, layer)
-        if packed:
-            _check_payload_scale(input_scale)
+        if packed and input_scale is not None and not 0 < (own := float(input_scale)) < math.inf:
+            raise ConfigError(f"gate_up.input_scale reaches {own}: expected positive numbers; check the checkpoint")
     except EprtError as error:
         exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
         raise
@@ -203,12 +203,6 @@ def calibrated_scale(weights: ExpertWeights) -> torch.Tensor | None:
     if not isinstance(matrix, Nvfp4) or matrix.input_scale is None:
         return None
     return matrix.input_scale.amax().view(1)
-
-
-def _check_payload_scale(own: torch.Tensor | None) -> None:
-    """Raises ConfigError if this rank's `calibrated_scale` isn't positive and finite."""
-    if own is not None and not (math.isfinite(value := float(own)) and value > 0):
-        raise ConfigError(f"gate_up.input_scale reaches {value}: expected positive numbers; check the checkpoint")
 
 
 def _agree_payload_scale(world: World, own: torch.Tensor | None) -> torch.Tensor:

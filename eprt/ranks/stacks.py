@@ -149,7 +149,6 @@ def read_stack(path: Path) -> tuple[str, bool]:
 
 
 def tail(path: Path) -> str:
-    """Returns the last lines of a log."""
     if not path.exists():
         return ""
     with path.open("rb") as file:

@@ -170,7 +170,6 @@ class SymmetricMemory(RankMemory):
         return self._memory[: NUM_BUFFERS * ALIGNMENT]
 
     def tokens(self, index: int, R: int, num_experts: int, global_scale: torch.Tensor | None) -> FlatTokens:
-        """Returns what a dispatch received there."""
         key, kept = (R, num_experts, id(global_scale)), self._tokens.get(index)  # kept tokens hold their scale
         if kept is None or kept[0] != key:
             tokens = FlatTokens(self.payload(index, R, global_scale), *self.routing(index, R), num_experts)
