@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from eprt.bench.plot import plot
 from eprt.bench.report import Report, Row
 from eprt.cli.arguments import Bench, BenchExchange, BenchExperts, BenchRouter, BenchStep, PlottedBench
 from eprt.cli.ranks import Ranks, ranks
@@ -180,8 +181,6 @@ def finish(report: Report, arguments: Bench, terminal: Terminal, wrong: Sequence
             report.write(arguments.output)  # also where nothing could be measured
             terminal.say(f"\nwrote {arguments.output}")
         if isinstance(arguments, PlottedBench) and arguments.plot is not None:
-            from eprt.bench.plot import plot
-
             plot(report, arguments.plot)
             terminal.say(f"wrote {arguments.plot}")
     return int(bool(wrong))

@@ -6,23 +6,19 @@ Nothing is imported until it is chosen.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 
+from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.call import Dispatched, Handle
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS, FLASHINFER, SYMM_MAX_RANKS, SYMM_R_BITS, DispatcherSpec
 from eprt.errors import ConfigError, EprtError
 from eprt.support import Requirement, load_class, register
 from eprt.weights import ExpertWeights, Nvfp4
+from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-    from eprt.world import World
 
 __all__ = [
     "DISPATCHERS",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +18,8 @@ from eprt.dispatch.spec import SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.errors import WorldMismatch
 from eprt.rounding import round_up
 from eprt.tokens import PAYLOADS, FlatTokens, Payload
+from eprt.world import World
 from eprt.world.lifecycle import RankMemory
-
-if TYPE_CHECKING:
-    from eprt.world import World
 
 NUM_BUFFERS = 2
 MAX_RANKS = SYMM_MAX_RANKS
