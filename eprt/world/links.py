@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -62,18 +63,10 @@ class LoopThread(threading.Thread):
         if not self.is_alive() or self.here:
             return
         done = threading.Event()
-
-        def run() -> None:
-            try:
-                call()
-            finally:
-                done.set()
-
-        try:
-            self.loop.call_soon_threadsafe(run)
-        except RuntimeError:  # the loop ended in between
-            return
-        done.wait(1.0)
+        with suppress(RuntimeError):  # the loop ended in between
+            self.loop.call_soon_threadsafe(call)
+            self.loop.call_soon_threadsafe(done.set)
+            done.wait(1.0)
 
     def stop(self) -> None:
         if self.is_alive():
