@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 from eprt.bench.report import Report
-from eprt.conformance.faults import CheckedLayer
+from eprt.conformance.faults.job import CheckedLayer
 from eprt.files import write_whole
 from eprt.world import World
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eprt.bench.report import Report
-from eprt.conformance.faults import CheckedLayer
+from eprt.conformance.faults.job import CheckedLayer
 from eprt.ranks.launcher import RankContext, WorldPool
 
 MORE_MB, MORE_DESCRIPTORS, MORE_THREADS = 16.0, 0, 0

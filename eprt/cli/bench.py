@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from eprt.bench.plot import plot
 from eprt.bench.report import Report, Row
 from eprt.cli.arguments import Bench, BenchExchange, BenchExperts, BenchRouter, BenchStep, PlottedBench
 from eprt.cli.ranks import Ranks, ranks
@@ -34,7 +35,6 @@ ROUTER = columns(
 
 
 def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
-    """Measures executors on this GPU. Returns 0."""
     from eprt.bench.experts import SHAPES, experts_report
 
     require_tokens(arguments.tokens, 1)
@@ -54,7 +54,6 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
 
 
 def bench_exchange(arguments: BenchExchange, terminal: Terminal) -> int:
-    """Measures how long the ranks take to agree. Returns 0."""
     from eprt.bench.dispatch import exchange_report, measure_exchange
 
     if arguments.rounds < 1:
@@ -72,7 +71,6 @@ def bench_exchange(arguments: BenchExchange, terminal: Terminal) -> int:
 
 
 def bench_router(arguments: BenchRouter, terminal: Terminal) -> int:
-    """Measures the router's kernels beside plain torch. Returns 0."""
     from eprt.bench.router import SHAPES, router_report
 
     require_tokens(arguments.tokens, 1)
@@ -89,7 +87,6 @@ def bench_router(arguments: BenchRouter, terminal: Terminal) -> int:
 
 
 def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
-    """Measures decode steps of whole models. Returns 0."""
     from eprt.bench.step import StepCase, measure_step, step_rows
 
     require_tokens(arguments.tokens, 1)
@@ -184,8 +181,6 @@ def finish(report: Report, arguments: Bench, terminal: Terminal, wrong: Sequence
             report.write(arguments.output)  # also where nothing could be measured
             terminal.say(f"\nwrote {arguments.output}")
         if isinstance(arguments, PlottedBench) and arguments.plot is not None:
-            from eprt.bench.plot import plot
-
             plot(report, arguments.plot)
             terminal.say(f"wrote {arguments.plot}")
     return int(bool(wrong))

@@ -17,12 +17,16 @@ from eprt.bench.dispatch import (
     transports,
 )
 from eprt.bench.report import Report
+from eprt.bench.simulate import SimulatedWorld, simulation_report
 from eprt.cli.arguments import BenchDispatch
 from eprt.cli.bench import finish, groups, keep, measured, require_names, require_peers, require_tokens
+from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Column, Terminal, columns
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
+from eprt.models.published import model_config
+from eprt.support import Device
 
 SIZES = {"h2880k4": (2880, 4), "h7168k8": (7168, 8)}
 MEASURED = ("world", "device", "shapes", "routings", "payload")  # flags that a simulation has no use for
@@ -112,11 +116,6 @@ def _by_size(
 
 
 def _simulate(arguments: BenchDispatch, terminal: Terminal) -> Report:
-    from eprt.bench.simulate import SimulatedWorld, simulation_report
-    from eprt.cli.explain import kinds_of_layers
-    from eprt.models.published import model_config
-    from eprt.support import Device
-
     asked = arguments.simulation
     if arguments.plot is not None:
         raise ConfigError("--plot draws what was measured: a simulation has tables, and --output FILE")

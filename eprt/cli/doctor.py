@@ -18,15 +18,15 @@ from eprt.bench.report import Report, provenance, this_command
 from eprt.cli.arguments import Doctor
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Column, Terminal, columns
-from eprt.conformance import faults
 from eprt.conformance.checks import Check, CheckRow, run_checks, standard_checks, summarize
-from eprt.conformance.faults import Result, Trial
+from eprt.conformance.faults.matrix import SLACK_S, START_UP, Trial, controls, trials
+from eprt.conformance.faults.trial import Result, run_trials
 from eprt.errors import ConfigError
 from eprt.ranks.servers import preload
 from eprt.support import Device
 
 DEFAULT_TRIALS = 20  # on CPUs
-PRELOADED = ("eprt.conformance.faults", "triton", "torch.distributed._symmetric_memory")
+PRELOADED = ("eprt.conformance.faults.trial", "triton", "torch.distributed._symmetric_memory")
 FACTS: dict[str, Column] = {"": lambda fact: fact[0], " ": lambda fact: fact[1]}
 BACKENDS: dict[str, Column] = {
     "": lambda row: "ok" if row["ok"] else "no",
@@ -132,7 +132,7 @@ class FaultReport:
 
     def __init__(self, asked: Sequence[Trial], jobs: int, output: Path | None) -> None:
         self._asked, self._output = asked, output
-        self._facts = {"timeout_s": asked[0].timeout_s, "slack_s": faults.SLACK_S, "jobs": jobs, "cells": len(asked)}
+        self._facts = {"timeout_s": asked[0].timeout_s, "slack_s": SLACK_S, "jobs": jobs, "cells": len(asked)}
         self._earlier: list[dict[str, Any]] = []
         self._found: list[tuple[int, Result]] = []  # beside the number of its run
 
@@ -176,7 +176,6 @@ class FaultReport:
         self._found = [(run, result) for run, result in self._found if result.trial not in again]
 
     def add(self, result: Result) -> None:
-        """Adds a result of this run, and writes the file."""
         self._found.append((len(self._earlier), result))
         self.write()
 
@@ -224,19 +223,19 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     if arguments.resume and arguments.output is None:
         raise ConfigError("--resume leaves out trials that a file has: say which by --output")
     output = arguments.output if terminal.speaks else None
-    asked = [cell for seed in arguments.seeds for cell in faults.trials(world, device, count, seed)]
+    asked = [cell for seed in arguments.seeds for cell in trials(world, device, count, seed)]
     found = FaultReport(asked, arguments.jobs, output)
     if arguments.resume:
         found.resume()
     left = found.left()
-    calm = [one for one in faults.controls(world, device) if any(one.dispatcher == cell.dispatcher for cell in left)]
+    calm = [one for one in controls(world, device) if any(one.dispatcher == cell.dispatcher for cell in left)]
     found.forget(calm)
     if device == "cpu":  # on GPUs every trial ended by SIGSEGV with these there; whether by them isn't known
         preload(*PRELOADED)
-    trials = [*calm, *left]
-    results = faults.run_trials(trials, arguments.jobs)
+    todo = [*calm, *left]
+    results = run_trials(todo, arguments.jobs)
     try:
-        with terminal.progress("fault", len(trials)) as advance, closing(results):
+        with terminal.progress("fault", len(todo)) as advance, closing(results):
             for result in results:
                 found.add(result)
                 advance(_in_words(result))
@@ -279,7 +278,7 @@ def _say_faults(found: FaultReport, world: int, device: str, terminal: Terminal)
     results, groups = found.results, defaultdict[tuple[str, ...], list[Result]](list)
     for result in results:
         trial = result.trial
-        where = ("start-up", "-") if trial.moment in faults.START_UP else (trial.moment, trial.dispatcher)
+        where = ("start-up", "-") if trial.moment in START_UP else (trial.moment, trial.dispatcher)
         groups[(trial.fault, *where, trial.then)].append(result)
     ranks = f"{world} {'gloo ranks' if device == 'cpu' else 'GPUs'}"
     terminal.table(

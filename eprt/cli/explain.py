@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from eprt.bench.plot import plot
+from eprt.bench.report import Report
 from eprt.cli.arguments import Explain
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
@@ -138,7 +140,6 @@ def _say_layouts(terminal: Terminal, ways: list[ParallelLayout], arguments: Expl
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns a plan as plain values."""
     return {
         "dispatcher": plan.dispatcher,
         "executor": plan.executor,
@@ -187,9 +188,6 @@ def _plot(config: MoEConfig, arguments: Explain, device: Device, path: Path) -> 
 
     Raises ConfigError where nothing is known of any pair's time, or as `eprt.bench.plot.plot`.
     """
-    from eprt.bench.plot import plot
-    from eprt.bench.report import Report
-
     parallel = arguments.parallel
     lines = curves(config, parallel, arguments.runtime, device)
     if not lines:

@@ -61,7 +61,6 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # each of them asks for 
 
 
 def generate(arguments: Generate, terminal: Terminal) -> int:
-    """Continues the prompts. Returns 0."""
     _check(arguments)
     model = arguments.model
     if model is not None:

@@ -13,6 +13,7 @@ import tyro
 from tyro.conf import subcommand
 
 import eprt.cli.arguments as commands
+from eprt import __version__
 
 # A command's arguments, and the function that runs it, by the words of the command line.
 COMMANDS: dict[str, tuple[type[Any], str]] = {
@@ -43,8 +44,6 @@ def parse(words: Sequence[str] | None = None) -> Any:
     classes in `COMMANDS`. Prints help, version or an error and exits."""
     words = list(sys.argv[1:] if words is None else words)
     if words == ["--version"]:
-        from eprt import __version__
-
         sys.stdout.write(f"eprt {__version__}\n")
         raise SystemExit(0)
     # A command that is named is parsed by itself, so that an unknown flag is answered with that command's own.

@@ -6,9 +6,9 @@ import json
 import math
 import stat
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeGuard
 
@@ -74,12 +74,17 @@ def read_prompts(path: Path | None) -> list[Prompt]:
     """
     if path is None:
         return [_prompt(line, "example") for line in EXAMPLES]
+    prompts: list[Prompt] = []
     try:
         with _opened(path) as file:
-            lines = enumerate(_lines(file, path), start=1)
-            return [_prompt(line, f"{path}:{number}") for number, line in lines if line.strip()]
+            for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise InputError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB: {EXPECTED}")
+                if line.strip():
+                    prompts.append(_prompt(line, f"{path}:{number}"))
     except OSError as error:
         raise ConfigError(f"--prompts {path}: {error.strerror or error}") from error
+    return prompts
 
 
 def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
@@ -90,15 +95,6 @@ def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
     if not stat.S_ISREG(path.stat().st_mode):
         raise ConfigError(f"--prompts {path}: not a regular file; what a pipe brings is read with --prompts -")
     return path.open("rb")
-
-
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(line) > MAX_LINE_BYTES:
-            raise InputError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB: {EXPECTED}")
-        yield line
 
 
 def _prompt(line: bytes, where: str) -> Prompt:

@@ -78,7 +78,10 @@ def ranks(world: int | None, device: str) -> Iterator[Ranks]:
     """
     size, joined = world_size(world, device), joins_torchrun()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) if joined else size
-    kind = _chosen_device(device, local)
+    available = torch.cuda.device_count()
+    if device == "cuda" and available < local:
+        raise ConfigError(f"--device cuda: {local} ranks on this host, {available} GPUs; lower --world or use cpu")
+    kind = ("cuda" if available >= local else "cpu") if device == "auto" else device
     if joined:
         context = RankContext(place()[0], size, kind)
         yield Ranks(context, BEHIND_TIMEOUT_S["cuda"])  # rank 0 judges results between jobs, while the others wait
@@ -95,12 +98,3 @@ def world_size(world: int | None, device: str) -> int:
     if world < 1:
         raise ConfigError(f"--world {world}: must be at least 1")
     return place()[1] if joins_torchrun() else world
-
-
-def _chosen_device(device: str, local_ranks: int) -> str:
-    available = torch.cuda.device_count()
-    if device == "cuda" and available < local_ranks:
-        raise ConfigError(
-            f"--device cuda: {local_ranks} ranks on this host, {available} GPUs; lower --world or use cpu"
-        )
-    return ("cuda" if available >= local_ranks else "cpu") if device == "auto" else device

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from eprt.bench.timing import clocked_phases
+from eprt.cli.arguments import Run
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import COUNTS, TOLERANCE, Batch
 from eprt.conformance.checks import NanOutput
 from eprt.conformance.oracle import expected_layer_output, relative_error
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.dispatch import Dispatched
 from eprt.dispatch.call import Traffic
 from eprt.errors import ConfigError
@@ -28,9 +30,6 @@ from eprt.models.hf_config import model_dtype
 from eprt.ranks.launcher import RankContext
 from eprt.ranks.scratch import Scratch
 from eprt.tokens import RouterLogits, TopK
-
-if TYPE_CHECKING:
-    from eprt.cli.arguments import Run
 
 _SEED = 8128
 # What moves between ranks, under our name and `Traffic`'s.
@@ -167,8 +166,6 @@ def checkpoint_directory(model: Path | None, say: Callable[[str], None]) -> Iter
     if model is not None:
         yield model
         return
-    from eprt.conformance.tiny_model import write_tiny_checkpoint
-
     with Scratch("tiny") as folder:
         say("No --model: made a tiny gpt-oss checkpoint (random weights, the published MXFP4 format).")
         yield write_tiny_checkpoint(folder / "gpt-oss-tiny")

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from eprt.errors import ConfigError
 from eprt.json_files import finite
+from eprt.ranks.scratch import Scratch
 
 NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
@@ -144,8 +145,6 @@ class Terminal:
         where a terminal also has a bar. A byte appended to its `ticks` moves the bar by 1 / ticks_each of a part."""
         from rich.console import Console
         from rich.progress import Progress
-
-        from eprt.ranks.scratch import Scratch
 
         console = Console(stderr=True, soft_wrap=True, quiet=self.json or not self.speaks)
         advance = Advance(what, total, partial(console.out, highlight=False))

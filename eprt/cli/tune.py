@@ -46,7 +46,6 @@ CHOICES = columns("phase | before | now | us before = us_before:.0f | us now = u
 
 
 def tune(arguments: Tune, terminal: Terminal) -> int:
-    """Measures and stores rows. Returns 0."""
     require_tokens(arguments.tokens, 1)
     if arguments.budget_s <= 0:
         raise ConfigError(f"--budget-s {arguments.budget_s:g}: expected seconds, more than 0")

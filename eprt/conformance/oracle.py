@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,13 +15,11 @@ from eprt.config import MoEConfig
 from eprt.conformance.cases import SEED, Batch
 from eprt.errors import ConfigError
 from eprt.experts.reference import decode_matrix, expert_forward
+from eprt.models import LayerParts
 from eprt.placement import ExpertShard
 from eprt.quant import encode
 from eprt.tokens import as_bytes
 from eprt.weights import ExpertWeights, Matrix, SharedExpertWeights
-
-if TYPE_CHECKING:
-    from eprt.models import LayerParts
 
 
 def full_weights(config: MoEConfig, seed: int = SEED) -> ExpertWeights:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from eprt.errors import ConfigError
 from eprt.models.checkpoint import CONFIG, INDEX
@@ -53,9 +54,6 @@ def write_tiny_checkpoint(
 
 
 def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> None:
-    """Writes one file for each shard, and the index of them."""
-    from safetensors.torch import save_file
-
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -19,15 +18,9 @@ from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 
 _SHOWN = 3
 FP8_ROUNDING = 2.0**-4  # E4M3 keeps 4 bits
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A token at a rank: the exact bytes of its payload, and the (expert, weight) entries meant for this rank. In
-    ExpertMajorTokens the one entry is the expert whose rows it is among, and no weight travels."""
-
-    row: bytes
-    entries: tuple[tuple[int, float], ...]
+# A token at a rank: the exact bytes of its payload, and the (expert, weight) entries meant for this rank. In
+# ExpertMajorTokens the one entry is the expert whose rows it is among, and no weight travels.
+Arrival = tuple[bytes, tuple[tuple[int, float], ...]]
 
 
 def travelling(hidden: torch.Tensor, payload: PayloadFormat | None) -> Payload:
@@ -47,7 +40,7 @@ def wrong_arrivals(
         foreign = [e for e in tokens.ids.unique().tolist() if e != shard.num_experts and not _local(e, shard)]
         if foreign:
             return [f"ids {foreign} are neither of experts {shard.first_expert} to {shard.end_expert - 1} nor invalid"]
-        got = Counter(_flat_arrivals(tokens))
+        got = Counter(_arrivals(_row_bytes(tokens.hidden), tokens.ids, tokens.weights, shard))
     else:
         got = Counter(_expert_major_arrivals(tokens, shard))
     expected = Counter(_due(batches, shard, payload, by_expert=isinstance(tokens, ExpertMajorTokens)))
@@ -128,36 +121,31 @@ def _travelling_rows(hidden: torch.Tensor, payload: PayloadFormat | None) -> lis
     return _row_bytes(travelling(hidden, payload))
 
 
-def _flat_arrivals(tokens: FlatTokens) -> Iterator[Arrival]:
-    ids, weights = tokens.ids.tolist(), tokens.weights.tolist()
-    for row, raw in enumerate(_row_bytes(tokens.hidden)):
-        entries = _entries(ids[row], weights[row], lambda e: e < tokens.num_experts)
+def _arrivals(rows: list[bytes], ids: torch.Tensor, weights: torch.Tensor, shard: ExpertShard) -> Iterator[Arrival]:
+    """Yields the rows that name an expert of the shard."""
+    for row, experts, shares in zip(rows, ids.tolist(), weights.tolist(), strict=True):
+        entries = tuple(sorted((e, w) for e, w in zip(experts, shares, strict=True) if _local(e, shard)))
         if entries:
-            yield Arrival(raw, entries)
+            yield row, entries
 
 
 def _expert_major_arrivals(tokens: ExpertMajorTokens, shard: ExpertShard) -> Iterator[Arrival]:
     raw, most = _row_bytes(tokens.hidden), tokens.hidden.data.shape[1]
     for index, count in enumerate(tokens.counts.tolist()):
         for row in range(count):
-            yield Arrival(raw[index * most + row], ((shard.first_expert + index, 1.0),))
+            yield raw[index * most + row], ((shard.first_expert + index, 1.0),)
 
 
 def _due(
     batches: Sequence[Batch], shard: ExpertShard, payload: PayloadFormat | None, by_expert: bool
 ) -> Iterator[Arrival]:
     for batch in batches:
-        ids, weights = batch.topk.ids.tolist(), batch.topk.weights.tolist()
-        for token, raw in enumerate(_travelling_rows(batch.hidden, payload)):
-            entries = _entries(ids[token], weights[token], lambda e: _local(e, shard))
+        rows, topk = _travelling_rows(batch.hidden, payload), batch.topk
+        for row, entries in _arrivals(rows, topk.ids, topk.weights, shard):
             if by_expert:
-                yield from (Arrival(raw, ((expert, 1.0),)) for expert, _ in entries)
-            elif entries:
-                yield Arrival(raw, entries)
-
-
-def _entries(ids: list[int], weights: list[float], wanted: Callable[[int], bool]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted((e, w) for e, w in zip(ids, weights, strict=True) if wanted(e)))
+                yield from ((row, ((expert, 1.0),)) for expert, _ in entries)
+            else:
+                yield row, entries
 
 
 def _names(batches: Sequence[Batch], payload: PayloadFormat | None) -> dict[bytes, str]:
@@ -172,5 +160,6 @@ def _names(batches: Sequence[Batch], payload: PayloadFormat | None) -> dict[byte
 def _list(what: str, arrivals: Counter[Arrival], names: dict[bytes, str]) -> list[str]:
     if not arrivals:
         return []
-    some = [f"{names.get(a.row, 'a row that nobody sent')} for {dict(a.entries)}" for a in list(arrivals)[:_SHOWN]]
+    shown = list(arrivals)[:_SHOWN]
+    some = [f"{names.get(row, 'a row that nobody sent')} for {dict(entries)}" for row, entries in shown]
     return [f"{arrivals.total()} tokens {what}: {', '.join(some)}"]

@@ -6,23 +6,19 @@ Nothing is imported until it is chosen.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 
+from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.call import Dispatched, Handle
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS, FLASHINFER, SYMM_MAX_RANKS, SYMM_R_BITS, DispatcherSpec
 from eprt.errors import ConfigError, EprtError
 from eprt.support import Requirement, load_class, register
 from eprt.weights import ExpertWeights, Nvfp4
+from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
-    from eprt.world import World
 
 __all__ = [
     "DISPATCHERS",
@@ -166,8 +162,8 @@ def make_dispatcher(
     packed = runtime.payload == "nvfp4"
     try:
         dispatcher = _construct(name, world, config, runtime, token_format, layer)
-        if packed:
-            _check_payload_scale(input_scale)
+        if packed and input_scale is not None and not 0 < (own := float(input_scale)) < math.inf:
+            raise ConfigError(f"gate_up.input_scale reaches {own}: expected positive numbers; check the checkpoint")
     except EprtError as error:
         exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
         raise
@@ -203,12 +199,6 @@ def calibrated_scale(weights: ExpertWeights) -> torch.Tensor | None:
     if not isinstance(matrix, Nvfp4) or matrix.input_scale is None:
         return None
     return matrix.input_scale.amax().view(1)
-
-
-def _check_payload_scale(own: torch.Tensor | None) -> None:
-    """Raises ConfigError if this rank's `calibrated_scale` isn't positive and finite."""
-    if own is not None and not (math.isfinite(value := float(own)) and value > 0):
-        raise ConfigError(f"gate_up.input_scale reaches {value}: expected positive numbers; check the checkpoint")
 
 
 def _agree_payload_scale(world: World, own: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ A dispatcher fills in at least `_dispatch` and `_combine`; its `DispatcherSpec` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,11 +21,9 @@ from eprt.placement import ExpertPlacement
 from eprt.quant import encode_payload
 from eprt.rounding import ceil_div
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
+from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
 from eprt.world.collectives import BROKEN_OFF
-
-if TYPE_CHECKING:
-    from eprt.world import World
 
 
 class Dispatcher(ABC):
@@ -187,8 +185,10 @@ class Dispatcher(ABC):
             self._require_open()
             checks.check_call(hidden_states, topk, self.config, world.device, None if checked else self.dtypes)
             checks.check_rows(tokens_per_rank, self.capacity, capturing and world.size > 1, cut)
-            if not capturing:
-                checks.check_values(topk, self.config, world.device, self.full_validation)
+            if not capturing and (self.full_validation or world.device.type == "cpu"):
+                topk.check_ids(self.config.num_experts)
+            if not capturing and self.full_validation:
+                topk.check_weights()
             self._require_buffer()
             if step is not None:
                 checks.check_said(step, world, hidden_states.shape[0], group_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -18,10 +18,8 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CapacityError, InputError, UsageError
 from eprt.placement import whole_ep_ranks
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, RouterLogits, TopK
-
-if TYPE_CHECKING:
-    from eprt.world import World
-    from eprt.world.collectives import Step
+from eprt.world import World
+from eprt.world.collectives import Step
 
 KNOB = "RuntimeConfig.max_tokens_per_rank"
 
@@ -273,14 +271,6 @@ def check_call(
             f"topk is for {topk.ids.shape[0]} tokens on {topk.ids.device}, hidden_states for {x.shape[0]} on "
             f"{x.device}: they must agree"
         )
-
-
-def check_values(topk: TopK, config: MoEConfig, device: torch.device, full: bool) -> None:
-    """Raises InputError for an id outside [0, E] or a weight that isn't finite; `full` or not, CPUs check the ids."""
-    if full or device.type == "cpu":
-        topk.check_ids(config.num_experts)
-    if full:
-        topk.check_weights()
 
 
 def check_routing(num_tokens: int, routing: object, token_ids: object, config: MoEConfig) -> None:

@@ -85,11 +85,6 @@ class LowLatencyBuffer(RankMemory):
         self.given_up.zero_()
         self.in_flight.reset()
 
-    def report(self) -> None:
-        """Makes the GPU tell, after a combine, which ranks its kernels leave out."""
-        if self.given_up is not None:
-            self.buffer.low_latency_query_mask_buffer(self.given_up)
-
     def raise_given_up(self) -> None:
         """Raises RankLost if an earlier kernel gave up a peer and went on without it. No device sync."""
         if self.given_up is None or not self.given_up.any():
@@ -236,7 +231,8 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
     def _finish(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
         memory, call = self._ensure_memory(), handle.kept(_Call)
         out, _, _ = memory.buffer.low_latency_combine(rows, call.ids, call.weights, call.received)
-        memory.report()
+        if memory.given_up is not None:
+            memory.buffer.low_latency_query_mask_buffer(memory.given_up)
         memory.in_flight.release(call.index)
         return out
 

@@ -18,7 +18,7 @@ import inspect
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -29,11 +29,9 @@ from eprt.dispatch.spec import FLASHINFER
 from eprt.errors import ConfigError
 from eprt.rounding import round_up
 from eprt.tokens import PAYLOADS, FlatTokens, Payload, TopK, as_bytes
+from eprt.world import World
 from eprt.world.lifecycle import RankMemory
 from eprt.world.wire import gather_values
-
-if TYPE_CHECKING:
-    from eprt.world import World
 
 NUM_BUFFERS = 2
 
@@ -127,10 +125,6 @@ class Workspace(RankMemory):
         self._views.clear()
         self._parts.clear()
         self._owner = None
-
-    def abandon(self) -> None:
-        """Keeps the memory mapped until the process ends: a kernel may wait in it for a peer that won't come."""
-        _keep_forever(self._owner)
 
     def dispatch(
         self, index: int, ids: torch.Tensor, payloads: list[torch.Tensor], R: int, num_experts: int
@@ -292,7 +286,7 @@ class FlashInferDispatcher(SharedMemoryDispatcher[FlashInferGeometry, Workspace]
 
     def _free(self, memory: Workspace) -> None:
         if self.world.broken:
-            memory.abandon()
+            _keep_forever(memory)  # a kernel may wait in it for a peer that won't come
         else:
             memory.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -12,9 +12,7 @@ from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.call import KNOB, CallState, Handle
 from eprt.errors import CapacityError, ConfigError, RankLost, UsageError, WorldMismatch
 from eprt.support import Device, stream_number
-
-if TYPE_CHECKING:
-    from eprt.world import World
+from eprt.world import World
 
 
 class InFlightBuffers:

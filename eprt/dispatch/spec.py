@@ -98,8 +98,9 @@ class DispatcherSpec:
         far, tp, here = parallel.spans_hosts and near, parallel.moe_tp_size, parallel.ranks_per_host
         top_k, hidden = max(self.top_k_sizes or (config.top_k,)), max(self.hidden_sizes or (config.hidden_size,))
         ordered = dict(self.invariant).get(device.kind, 0)
+        sums = f"adds up the outputs of more than {ordered} ranks" if ordered else "sums"
         return [
-            (runtime.batch_invariant and ranks > ordered, f"batch_invariant: {_one_order(ordered)}"),
+            (runtime.batch_invariant and ranks > ordered, f"batch_invariant: {sums} in no fixed order"),
             (ranks > max_ranks, f"at most {max_ranks} ranks, the world has {ranks}"),
             (far, f"needs all ranks on one NVLink {self.reach}, one host has {here} of {ranks}"),
             (tokens > max_tokens, f"at most {max_tokens} tokens a rank, max_tokens_per_rank is {tokens}"),
@@ -131,8 +132,3 @@ class DispatcherSpec:
             (waits, "goes on without a rank that is lost between two steps; one lost inside a step is a restart"),
         ]
         return [remark for applies, remark in remarks if applies]
-
-
-def _one_order(ranks: float) -> str:
-    """Returns why a world of more than `ranks` ranks is refused where sums must have one order."""
-    return f"adds up the outputs of more than {ranks} ranks in no fixed order" if ranks else "sums in no fixed order"

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from eprt.errors import EprtError, RankLost
 from eprt.ranks.process import Raised
+from eprt.world.process import state
 
 # Python files whose frames mean "waits for other ranks" (or for a kernel that does).
 _WAITING = ("/torch/distributed/", "/eprt/world/", "/torch/cuda/")
@@ -127,14 +128,9 @@ def find_failed_ranks(reports: Sequence[RankReport]) -> tuple[int, ...]:
 
 
 def state_of(pid: int) -> str:
-    """Returns a process's state in words, by /proc/PID/stat; "unknown" where there is no /proc."""
-    if not Path("/proc/self/stat").exists():
-        return "unknown"
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
-    return _STATES.get(letter, letter)
+    """Returns a process's state in words."""
+    letter = state(pid)
+    return _STATES.get(letter, letter or "gone")
 
 
 def read_stack(path: Path) -> tuple[str, bool]:
@@ -149,7 +145,6 @@ def read_stack(path: Path) -> tuple[str, bool]:
 
 
 def tail(path: Path) -> str:
-    """Returns the last lines of a log."""
     if not path.exists():
         return ""
     with path.open("rb") as file:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eprt.errors import EprtError, InputError, WorldMismatch, one_block, rebuild_error
+from eprt.errors import EprtError, InputError, WorldMismatch, aligned, one_block, rebuild_error
 from eprt.world.collectives import Collectives, Step
 
 MAGIC = 0x65707274  # "eprt"
@@ -229,11 +229,6 @@ def _share_text(world: Collectives, text: str) -> list[str]:
 
 def _table(columns: dict[str, list[str]]) -> str:
     """Returns a table with one line per rank and one column per thing that differs."""
-    lines = [f"the ranks disagree about this call ({', '.join(columns)}); make the same calls on every rank:"]
-    widths = [max(16, *(len(cell) for cell in (name, *cells))) for name, cells in columns.items()]
-    rows = [
-        ["rank", *columns],
-        *([str(rank), *cells] for rank, cells in enumerate(zip(*columns.values(), strict=True))),
-    ]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, [6, *widths], strict=True)) for row in rows]
-    return "\n".join(lines)
+    title = f"the ranks disagree about this call ({', '.join(columns)}); make the same calls on every rank:"
+    rows = [[str(rank), *cells] for rank, cells in enumerate(zip(*columns.values(), strict=True))]
+    return f"{title}\n{aligned([['rank', *columns], *rows])}"

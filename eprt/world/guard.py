@@ -82,7 +82,7 @@ class Guard(Verdicts):
     @property
     def verdict_due(self) -> bool:
         """Returns whether a verdict is on its way: none stands yet, and a rank is suspected or ended without notice."""
-        if self.verdict is not None or not self._thread.alive:
+        if self.verdict is not None or not self._thread.is_alive():
             return False
         went = (peer.closed or self._gone(rank) for rank, peer in self._peers.items() if not peer.ending)
         return bool(self._suspicions) or any(went)
@@ -109,7 +109,7 @@ class Guard(Verdicts):
     @property
     def stuck(self) -> bool:
         """Returns, after `close`, whether a thread is still inside a call that doesn't return."""
-        return self._watch.stuck
+        return self._watch.is_alive()
 
     def bounded(self, call: Callable[[], T], limit_s: float) -> T:
         """Returns the result of `call()`, a construction that all ranks take part in. Raises RankLost rather than wait
@@ -164,7 +164,7 @@ class Guard(Verdicts):
     def _tell_the_unconnected(self) -> None:
         """Waits, as this rank ends, for peers that are still connecting: they must hear why, too."""
         deadline = time.monotonic() + GRACE_S
-        while self._thread.alive and time.monotonic() < deadline and self.verdict is None:
+        while self._thread.is_alive() and time.monotonic() < deadline and self.verdict is None:
             missing = [r for r, p in self._peers.items() if r not in self._links and not p.closed and not self._gone(r)]
             if not missing:
                 self._thread.do(self._beat)

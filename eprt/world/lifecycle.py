@@ -156,7 +156,6 @@ class Lifecycle:
             dist.destroy_process_group()
 
     def drain_on_sigterm(self) -> None:
-        """Does what `World.drain_on_sigterm` says. Raises UsageError."""
         if self._sigterm is not None:
             return
         try:

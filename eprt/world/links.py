@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -40,55 +41,40 @@ _RETRY_S = 0.1
 GRACE_S = 1.0
 
 
-class LoopThread:
+class LoopThread(threading.Thread):
     """An event loop in a thread of its own: other threads hand work to it, and wait for it a bounded time.
 
     The loop is `loop`; `begin` is called in it first.
     """
 
     def __init__(self, name: str, begin: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=True)
         self.loop = asyncio.new_event_loop()
         self._begin = begin
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     @property
     def here(self) -> bool:
         """Returns whether the caller is this thread."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self
 
     def do(self, call: Callable[[], None]) -> None:
         """Runs `call` in the thread and waits for it at most a second: it must happen before this process ends. Does
         nothing in the thread itself, and once that has ended."""
-        if not self.alive or self.here:
+        if not self.is_alive() or self.here:
             return
         done = threading.Event()
-
-        def run() -> None:
-            try:
-                call()
-            finally:
-                done.set()
-
-        try:
-            self.loop.call_soon_threadsafe(run)
-        except RuntimeError:  # the loop ended in between
-            return
-        done.wait(1.0)
+        with suppress(RuntimeError):  # the loop ended in between
+            self.loop.call_soon_threadsafe(call)
+            self.loop.call_soon_threadsafe(done.set)
+            done.wait(1.0)
 
     def stop(self) -> None:
-        if self.alive:
+        if self.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
-        if self.alive and not self.here:
-            self._thread.join(timeout=2.0)
+        if self.is_alive() and not self.here:
+            self.join(timeout=2.0)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.call_soon(self._begin)
@@ -320,7 +306,7 @@ class _Link(asyncio.Protocol):
         self.transport.abort()
 
 
-class StoreWatch:
+class StoreWatch(threading.Thread):
     """Watches from a thread of its own whether the store's host still answers: a torchrun agent that is gone starts
     nothing again. What the store holds is nobody's concern. A call to it may never return.
 
@@ -329,29 +315,24 @@ class StoreWatch:
     """
 
     def __init__(self, store: dist.Store | None, beat_s: float, silent_after_s: float) -> None:
+        super().__init__(name="eprt-store-watch", daemon=True)
         self._store = store
         self._beat_s, self._silent_after_s = beat_s, silent_after_s
         self._asked_at: float | None = None
         self._error: str | None = None
         self._gone_at: float | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="eprt-store-watch", daemon=True)
+        self._ending = threading.Event()
 
     def start(self) -> None:
         if self._store is not None:
-            self._thread.start()
+            super().start()
 
     def stop(self) -> None:
-        """Ends the watch. A thread inside a call that doesn't return stays behind: `stuck`."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=2.0)
+        """Ends the watch. A thread inside a call that doesn't return stays behind, alive."""
+        self._ending.set()
+        if self.is_alive():
+            self.join(timeout=2.0)
         self._store = None
-
-    @property
-    def stuck(self) -> bool:
-        """Returns, after `stop`, whether the thread is still inside a call."""
-        return self._thread.is_alive()
 
     def complaint(self, now: float, somebody_ended: bool) -> str:
         """Returns what is wrong with the store, "" for nothing. An ended rank that served it explains its end."""
@@ -363,9 +344,9 @@ class StoreWatch:
             return f"the control store gave no answer for {self._silent_after_s:g} s: its host is stopped or cut off"
         return ""
 
-    def _watch(self) -> None:
+    def run(self) -> None:
         store = self._store
-        while store is not None and not self._stop.wait(self._beat_s):
+        while store is not None and not self._ending.wait(self._beat_s):
             try:
                 self._asked_at = time.monotonic()
                 store.check(["answers"])

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from eprt import __version__
 from eprt.errors import ConfigError, RankLost, one_block
 from eprt.json_files import shown
 
@@ -72,8 +73,6 @@ class Member:
 
     @classmethod
     def here(cls, size: int) -> Member:
-        from eprt import __version__
-
         pid = os.getpid()
         release = torch.__version__.partition("+")[0]
         place = socket.gethostname(), boot_id(), _space("pid"), _space("net")
@@ -152,23 +151,22 @@ def started_at() -> float:
 
 def ended(pid: int) -> bool:
     """Returns whether a process of this host has ended (a zombie has)."""
-    state = _state(pid)
-    return state == "" or state in "ZX"
+    return state(pid) in ("", "Z", "X")
 
 
 def stopped(pid: int) -> bool:
     """Returns whether a process of this host is stopped (SIGSTOP, a debugger)."""
-    return _state(pid) in ("T", "t")
+    return state(pid) in ("T", "t")
 
 
-def _state(pid: int) -> str:
-    """Returns its letter in /proc; "" if it is gone, "?" where that can't be known."""
+def state(pid: int) -> str:
+    """Returns the letter of a process of this host in /proc; "" if it is gone, "unknown" where that can't be known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # the second: it went between open and read
-        return "" if Path("/proc/self/stat").exists() else "?"
+        return "" if Path("/proc/self/stat").exists() else "unknown"
     except OSError:
-        return "?"
+        return "unknown"
 
 
 def _space(kind: str) -> str:

@@ -187,7 +187,9 @@ class _Attempt:
                 look_closer = now + _LOOK_CLOSER_S
                 self._look_for_dead()
             if now > self.deadline:
-                self._end_late(names)
+                there = [self.ask(lambda name=name: self.store.check([name])) for name in names]
+                if missing := [rank for rank, came in zip(self.ranks, there, strict=True) if not came]:
+                    self._end_absent(missing)
             time.sleep(_LOOK_S)
         self.raise_if_terminated()
         # A store may be far away: this is one round trip, not one for each rank.
@@ -248,11 +250,6 @@ class _Attempt:
     def _end_absent(self, missing: list[int]) -> NoReturn:
         words = f"ranks {missing} of {len(self.ranks)} didn't come within {self.timeout_s:g} s of start-up"
         self.end(Termination("silent", tuple(missing), f"{words}; look at their logs. Restart the job."))
-
-    def _end_late(self, names: list[str]) -> None:
-        there = [self.ask(lambda name=name: self.store.check([name])) for name in names]
-        if missing := [rank for rank, came in zip(self.ranks, there, strict=True) if not came]:
-            self._end_absent(missing)
 
     def _look_for_dead(self) -> None:
         me, started = Member.here(len(self.ranks)), time.monotonic()

@@ -69,7 +69,6 @@ class Shrinking:
         self._generation = world.generation  # when all ranks met
 
     def shrink(self, leaving: Iterable[int]) -> Survivors:
-        """Does what `World.shrink` says."""
         world = self._world
         world.require_open()
         going = self._checked_leaving(leaving)

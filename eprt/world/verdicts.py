@@ -120,7 +120,7 @@ class Verdicts:
         """Suspects a rank from the main thread, and returns when there is a verdict."""
         suspicion = self._suspicion(rank, why, detail)
         self._thread.do(lambda: self._propose(suspicion))
-        if not self._agreed.wait(COLLECT_S + len(self._members) * ASK_NEXT_S if self._thread.alive else 0.0):
+        if not self._agreed.wait(COLLECT_S + len(self._members) * ASK_NEXT_S if self._thread.is_alive() else 0.0):
             self._adopt((rank,), why, verdict_message([suspicion]))
 
     def _propose(self, suspicion: Suspicion, own: bool = True) -> None:

@@ -47,8 +47,6 @@ def unpack(raw: bytes) -> Any:
     try:
         return _untagged(json.loads(raw))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(f"a peer sent a value that can't be read: {type(error).__name__}: {error}") from error
 
 

@@ -24,9 +24,11 @@ from eprt.cli import doctor
 from eprt.cli.arguments import Doctor
 from eprt.cli.terminal import Terminal
 from eprt.config import ParallelConfig
-from eprt.conformance import faults
-from eprt.conformance.faults import Result, Trial, matrix
+from eprt.conformance.faults import matrix
 from eprt.conformance.faults import trial as trial_module
+from eprt.conformance.faults.job import CheckedLayer, WrongOutput
+from eprt.conformance.faults.matrix import Trial
+from eprt.conformance.faults.trial import Result, judge
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError
 from eprt.ranks.process import Raised
@@ -54,8 +56,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
         found.append(list(trials))
         return (promised(trial) for trial in trials)
 
-    monkeypatch.setattr(faults, "run_trials", run_trials)
-    monkeypatch.setattr(faults, "trials", lambda world, device, count, seed: CELLS[:count])
+    monkeypatch.setattr(doctor, "run_trials", run_trials)
+    monkeypatch.setattr(doctor, "trials", lambda world, device, count, seed: CELLS[:count])
     return found
 
 
@@ -202,17 +204,17 @@ def test_folders_made_at_once_take_none_from_each_other(short_folder: Path, monk
     assert list(short_folder.iterdir()) == []
 
 
-TRIALS = faults.trials(4, count=20)
+TRIALS = matrix.trials(4, count=20)
 FIRST = {trial.fault: trial for trial in reversed(TRIALS)}
 
 
 def test_a_short_run_is_spread_over_the_matrix() -> None:
-    assert {trial.fault for trial in TRIALS} == set(faults.FAULTS)
+    assert {trial.fault for trial in TRIALS} == set(matrix.FAULTS)
     assert {trial.dispatcher for trial in TRIALS} == {"none", "torch"}
     assert {trial.then for trial in TRIALS} == {"restart", "continue", "renormalize"}
     assert {trial.rank for trial in TRIALS} == {0, 1, 2, 3}
-    assert len({trial.moment for trial in faults.trials(4)}) == 8
-    assert len(faults.trials(4, count=500)) == 500
+    assert len({trial.moment for trial in matrix.trials(4)}) == 8
+    assert len(matrix.trials(4, count=500)) == 500
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_a_short_run_is_spread_over_the_matrix() -> None:
     ids=lambda t: f"{t.fault}-{t.moment}-{t.rank}-{t.dispatcher}-{t.then}",
 )
 def test_what_the_survivors_say_and_do_is_as_promised(trial: Trial) -> None:
-    result = faults.run_trial(trial)
+    result = trial_module.run_trial(trial)
     assert not result.failed, result
     assert result.named, result
     assert not result.wrong, result
@@ -238,8 +240,8 @@ def test_what_the_survivors_say_and_do_is_as_promised(trial: Trial) -> None:
 
 
 def test_trials_at_a_time_and_one_in_which_nothing_breaks() -> None:
-    calm, replay = faults.controls(2, "cpu")[0], Trial("kill", matrix.REPLAY, 0, "none", 2, then="renormalize")
-    found = list(faults.run_trials([calm, replay], jobs=2))
+    calm, replay = matrix.controls(2, "cpu")[0], Trial("kill", matrix.REPLAY, 0, "none", 2, then="renormalize")
+    found = list(trial_module.run_trials([calm, replay], jobs=2))
     assert [result.ok for result in found] == [True, True], found
     assert found[0].verdicts == ()
 
@@ -249,7 +251,7 @@ GPU_DISPATCHERS = list(DISPATCHERS)
 
 def test_the_table_of_two_gpus_is_whole_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "dispatchers", lambda *_: GPU_DISPATCHERS)
-    cells = faults.trials(2, "cuda")
+    cells = matrix.trials(2, "cuda")
     broken = {(t.dispatcher, t.fault, t.moment) for t in cells if t.then == "restart"}
     expected = set(itertools.product(GPU_DISPATCHERS, *matrix.ON_GPUS))
     assert expected - broken == {("torch", fault, matrix.REPLAY) for fault in matrix.ON_GPUS[0]}  # no graphs
@@ -259,12 +261,12 @@ def test_the_table_of_two_gpus_is_whole_and_bounded(monkeypatch: pytest.MonkeyPa
     assert {t.dispatcher for t in cells if t.then == "continue"} == set(GPU_DISPATCHERS)
     assert max(max(t.limit_s, t.resume_s) for t in cells) < 20
     assert {t.unknowable != "" for t in cells if t.fault == "skip"} == {True}
-    assert {t.moment for t in faults.controls(2, "cuda")} == {matrix.REPLAY, "between steps"}
+    assert {t.moment for t in matrix.controls(2, "cuda")} == {matrix.REPLAY, "between steps"}
 
 
 def test_a_short_run_on_gpus_holds_the_core_of_every_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "dispatchers", lambda *_: GPU_DISPATCHERS)
-    cells = faults.trials(2, "cuda")
+    cells = matrix.trials(2, "cuda")
     core = [cell for cell in cells if cell.then == "restart"]
     assert cells[: len(core)] == core
     for length in range(1, len(core)):
@@ -297,7 +299,7 @@ def test_every_dispatcher_takes_the_layer_of_the_trials_on_gpus() -> None:
 def test_a_verdict_that_is_late_wrong_or_missing_is_none(report: RankReport, right: bool) -> None:
     trial = Trial("kill", "dispatch", 1, "symm", 2, "cuda")
     victim = RankReport(1, "died", exit_code=-9, ended_at=100.0)
-    assert faults.judge(trial, [report, victim], [{}, {}], 100.0).ok is right
+    assert judge(trial, [report, victim], [{}, {}], 100.0).ok is right
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_who_is_cut_off_may_be_seen_to_end_only_after_it_knew(knew_at, why, then
         else RankReport(1, "raised", raised=lost(knew_at, "silent"))
     )
     reports = [RankReport(0, "raised", raised=lost(102.2, why)), knew, RankReport(2, "raised", raised=lost(102.2, why))]
-    assert bool(faults.judge(trial, reports, [{}, {}, {}], 100.0).named) is right
+    assert bool(judge(trial, reports, [{}, {}, {}], 100.0).named) is right
 
 
 def test_going_on_counts_only_with_a_right_output_in_time() -> None:
@@ -331,9 +333,9 @@ def test_going_on_counts_only_with_a_right_output_in_time() -> None:
     victim = RankReport(1, "died", exit_code=-9, ended_at=100.0)
     said = {"words": "rank 1 exited", "why": "exited", "ranks": [1], "verdict_at": 100.3}
     for diary, right in (({**said, "resumed_at": 101.0}, True), (said, False), ({**said, "resumed_at": 150.0}, False)):
-        assert faults.judge(trial, [RankReport(0, "ok"), victim], [diary, {}], 100.0).ok is right
+        assert judge(trial, [RankReport(0, "ok"), victim], [diary, {}], 100.0).ok is right
     wrong = RankReport(0, "raised", raised=Raised("WrongOutput", "step 6", "", at=101.5))
-    found = faults.judge(trial, [wrong, victim], [{**said, "resumed_at": 101.0}, {}], 100.0)
+    found = judge(trial, [wrong, victim], [{**said, "resumed_at": 101.0}, {}], 100.0)
     assert (found.ok, found.wrong) == (False, 1)
 
 
@@ -342,19 +344,19 @@ def test_nan_in_the_step_of_the_fault_counts_only_with_a_verdict() -> None:
     victim = RankReport(1, "raised", raised=Raised("Deliberate", "", "", at=100.0))
     told = RankReport(0, "raised", raised=Raised("RankLost", "rank 1 raised: Deliberate", "", 101.0, 1, "raised"))
     for report, right in ((told, True), (RankReport(0, "ok"), False)):
-        found = faults.judge(trial, [report, victim], [{"nan": True}, {}], 100.0)
+        found = judge(trial, [report, victim], [{"nan": True}, {}], 100.0)
         assert (found.ok, found.nan, found.wrong) == (right, 1, 0)
     nan = RankReport(0, "raised", raised=Raised("NoNumbers", "step 6", "", at=101.5))
-    assert faults.judge(trial, [nan, victim], [{}, {}], 100.0).wrong == 1
+    assert judge(trial, [nan, victim], [{}, {}], 100.0).wrong == 1
 
 
 def test_the_matrix_sees_wrong_numbers() -> None:
     """Experts that are off by a little are found by the formula, in one process."""
     with World.from_env("cpu") as world:
-        job = faults.CheckedLayer(world, "none")
+        job = CheckedLayer(world, "none")
         job.step(1)
         job.experts = replace(job.experts, down=Dense(1.001 * job.experts.down.data))
-        with pytest.raises(faults.WrongOutput, match="step 2, rank 0"):
+        with pytest.raises(WrongOutput, match="step 2, rank 0"):
             job.step(2)
 
 

@@ -23,7 +23,8 @@ from support.ports import free_port
 
 import eprt
 from eprt.config import MoEConfig
-from eprt.conformance import faults
+from eprt.conformance.faults.matrix import FAULTS, TIMEOUT_S, Trial
+from eprt.conformance.faults.trial import judge
 from eprt.errors import UsageError, one_block
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.world import guard, wire
@@ -328,19 +329,19 @@ PROMISE = re.compile(r"^\| .* \| `(\w+)` \| (?:about )?(at once|[\d.]+ s|the Wor
 
 
 def promises() -> dict[str, float]:
-    """Seconds by `RankLost.why`, in a World of `faults.TIMEOUT_S`; the largest where a why has two rows."""
+    """Seconds by `RankLost.why`, in a World of `TIMEOUT_S`; the largest where a why has two rows."""
     page = (Path(__file__).parents[2] / "docs/limits_and_errors.md").read_text()
     found: dict[str, float] = {}
     for why, words in PROMISE.findall(page):
-        named = faults.TIMEOUT_S if "timeout" in words else float(words.removesuffix(" s").replace("at once", "0"))
-        shorter = faults.TIMEOUT_S / 2 + 1 if why in ("silent", "store") and named >= 10 else named
+        named = TIMEOUT_S if "timeout" in words else float(words.removesuffix(" s").replace("at once", "0"))
+        shorter = TIMEOUT_S / 2 + 1 if why in ("silent", "store") and named >= 10 else named
         found[why] = max(found.get(why, 0.0), shorter)
     return found
 
 
 def test_the_table_of_promises_is_the_guards() -> None:
     assert set(promises()) == set(guard._WHY)
-    for fault in faults.FAULTS.values():
+    for fault in FAULTS.values():
         if fault.why != "mismatch":
             assert promises()[fault.why] <= fault.limit_s <= promises()[fault.why] + 1.0, fault.name
     documented = eprt.RankLost.__doc__ or ""
@@ -351,9 +352,9 @@ def test_a_process_whose_host_sits_in_a_kernel_says_so_and_is_heard() -> None:
     """A call that no verdict wakes stands for the kernel; the guard's own report is what the judge reads."""
     failure = failed(jobs.sits_in_a_kernel, 3, grace_s=8, victim=1)
     assert [report.exit_code for report in failure.reports if report.rank != 1] == [75, 75], str(failure)
-    trial = faults.Trial("kill", "dispatch", 1, "symm", 3, "cuda")
+    trial = Trial("kill", "dispatch", 1, "symm", 3, "cuda")
     at = float(failure.reports[1].log_tail.rpartition("killed at ")[2].split()[0])
-    result = faults.judge(trial, failure.reports, [{}, {}, {}], at)
+    result = judge(trial, failure.reports, [{}, {}, {}], at)
     assert result.ok, result
     assert result.seconds is not None
     assert 2.0 < result.seconds < trial.limit_s

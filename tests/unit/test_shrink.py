@@ -105,7 +105,7 @@ def test_graphs_new_layers_and_agreement_among_those_that_are_left() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from eprt.conformance.faults import CheckedLayer
+from eprt.conformance.faults.job import CheckedLayer
 from eprt.errors import RankLost
 from eprt.world import World
 ranks = []

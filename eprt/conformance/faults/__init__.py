@@ -5,23 +5,3 @@ breaks as its row says. A trial passes if no survivor waits longer than the prom
 the right one, no output was wrong, nothing is left over, and the survivors go on without the victim where they are to.
 `eprt doctor --faults` runs them.
 """
-
-from eprt.conformance.faults.job import CheckedLayer, WrongOutput
-from eprt.conformance.faults.matrix import FAULTS, SLACK_S, START_UP, TIMEOUT_S, Trial, controls, trials
-from eprt.conformance.faults.trial import Result, judge, run_trial, run_trials
-
-__all__ = [
-    "FAULTS",
-    "SLACK_S",
-    "START_UP",
-    "TIMEOUT_S",
-    "CheckedLayer",
-    "Result",
-    "Trial",
-    "WrongOutput",
-    "controls",
-    "judge",
-    "run_trial",
-    "run_trials",
-    "trials",
-]

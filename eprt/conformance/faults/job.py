@@ -6,7 +6,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,10 +201,6 @@ def _cut_off(world: World, side: Sequence[int], diary: Diary) -> None:
     links = guard._links
     send, heard = links.send, links.heard
 
-    def send_all(message: object, must: bool = True) -> None:
-        for peer in list(links._open):
-            links.send(peer, message, must)
-
     def send_near(rank: int, message: object, must: bool = True) -> None:
         if rank in side:
             send(rank, message, must)
@@ -213,7 +209,7 @@ def _cut_off(world: World, side: Sequence[int], diary: Diary) -> None:
         if rank in side:
             heard(rank, message)
 
-    links.send, links.send_all, links.heard = send_near, send_all, hear_near
+    links.send, links.heard = send_near, hear_near
     diary.note(fault_at=time.monotonic())
     while True:
         guard.raise_if_lost()
@@ -260,16 +256,14 @@ def _armed(layer: CheckedLayer, moment: str, act: Callable[..., None]) -> Iterat
         with mock.patch.object(layer.graphs._watch, "check", act):
             yield
         return
-    before = layer.layer.observe
-    layer.layer.observe = partial(_at, moment, act)
+
+    def observe(phase: str) -> AbstractContextManager[None]:
+        if phase == moment:
+            act()
+        return nullcontext()
+
+    before, layer.layer.observe = layer.layer.observe, observe
     try:
         yield
     finally:
         layer.layer.observe = before
-
-
-@contextmanager
-def _at(moment: str, act: Callable[..., None], phase: str) -> Iterator[None]:
-    if phase == moment:
-        act()
-    yield

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +18,8 @@ from eprt.dispatch.spec import SYMM_MAX_RANKS, SYMM_R_BITS
 from eprt.errors import WorldMismatch
 from eprt.rounding import round_up
 from eprt.tokens import PAYLOADS, FlatTokens, Payload
+from eprt.world import World
 from eprt.world.lifecycle import RankMemory
-
-if TYPE_CHECKING:
-    from eprt.world import World
 
 NUM_BUFFERS = 2
 MAX_RANKS = SYMM_MAX_RANKS
@@ -170,7 +167,6 @@ class SymmetricMemory(RankMemory):
         return self._memory[: NUM_BUFFERS * ALIGNMENT]
 
     def tokens(self, index: int, R: int, num_experts: int, global_scale: torch.Tensor | None) -> FlatTokens:
-        """Returns what a dispatch received there."""
         key, kept = (R, num_experts, id(global_scale)), self._tokens.get(index)  # kept tokens hold their scale
         if kept is None or kept[0] != key:
             tokens = FlatTokens(self.payload(index, R, global_scale), *self.routing(index, R), num_experts)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from eprt.conformance.faults import CheckedLayer
+from eprt.conformance.faults.job import CheckedLayer
 from eprt.errors import RankLost
 from eprt.world import World
 from eprt.world.process import job_name

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from eprt.conformance.faults import CheckedLayer
-from eprt.conformance.faults.job import Diary
+from eprt.conformance.faults.job import CheckedLayer, Diary
 from eprt.errors import EprtError, RankLost
 from eprt.world import World
 

@@ -31,11 +31,10 @@ def until_done(dispatcher: Dispatcher) -> None:
     for it, and before the kernel's own limit."""
     if dispatcher.world.device.type != "cuda":
         return
-    check = getattr(dispatcher, "check_peers", dispatcher.world.raise_if_lost)  # symm's kernels report, too
     done = torch.cuda.Event()
     done.record()
     while not done.query():
-        check()
+        dispatcher.check_peers()  # symm's kernels report, too
         time.sleep(1e-3)
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from eprt.balance import rebalance
-from eprt.conformance.faults import CheckedLayer
+from eprt.conformance.faults.job import CheckedLayer
 from eprt.errors import RankLost
 from eprt.placement import ExpertPlacement
 from eprt.world import World
