@@ -26,6 +26,7 @@ from eprt.world.groups import (
     group_of_ranks,
     host_device,
     init_default_group,
+    layout_in_words,
     local_device,
     make_meshes,
     place,
@@ -74,7 +75,9 @@ class World(Collectives):
         if group is not None and self.size > 1:
             with start_up(timeout_s) as guards:
                 if guard is None:
-                    guard = start_guard(rendezvous_in_group(group, self.rank, timeout_s), timeout_s, self.device)
+                    layout = layout_in_words(membership.parallel, self.device)
+                    met = rendezvous_in_group(group, self.rank, timeout_s, layout)
+                    guard = start_guard(met, timeout_s, self.device)
                 guards.append(guard)
                 self._lifecycle.start(guard)
         self._shrinking = Shrinking(self, self._lifecycle, self._resources)
@@ -100,6 +103,7 @@ class World(Collectives):
         Raises:
             ConfigError: sizes that don't divide, a GPU that isn't there, or an environment that isn't torchrun's.
             RankLost: a rank didn't arrive within the timeout, or was lost on the way.
+            WorldMismatch: the ranks give other sizes or devices, or run other versions.
         """
         require_timeout(timeout_s)
         rank, size = place()
@@ -109,9 +113,11 @@ class World(Collectives):
             return cls(Membership(0, 1, where, parallel), timeout_s)
         owns_default = not dist.is_initialized()
         with start_up(timeout_s) as guards:
-            met = rendezvous_in_environment(rank, size, timeout_s) if owns_default else None
-            if met is None:
-                met = rendezvous_in_group(dist.distributed_c10d._get_default_group(), rank, timeout_s)
+            layout = layout_in_words(parallel, where)
+            if owns_default:
+                met = rendezvous_in_environment(rank, size, timeout_s, layout)
+            else:
+                met = rendezvous_in_group(dist.distributed_c10d._get_default_group(), rank, timeout_s, layout)
             guard = start_guard(met, timeout_s, where)
             guards.append(guard)
             if owns_default:

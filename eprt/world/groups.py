@@ -135,7 +135,13 @@ def local_device(device: str | None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def rendezvous_in_environment(rank: int, size: int, timeout_s: float) -> Rendezvous:
+def layout_in_words(parallel: ParallelConfig, device: torch.device) -> str:
+    """Returns what all ranks of a World must mean alike."""
+    sizes = f"attention_tp_size {parallel.attention_tp_size}, moe_tp_size {parallel.moe_tp_size}"
+    return f"{sizes}, {device.type}"
+
+
+def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: str) -> Rendezvous:
     """Finds all ranks that torchrun's environment names. Raises RankLost, WorldMismatch."""
     host, silent_s = ("rank 0" if hosts_store(0) else AGENT), silent_after(timeout_s)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -152,17 +158,18 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float) -> Rendezv
             message = f"{where} didn't answer within {timeout_s:g} s: {host} serves it, and hasn't started or has ended"
         raise RankLost(f"{message}. Restart the job.", -1, "store") from error
     claim_store(store, silent_s, host)
-    met = meet(store, "world", rank, size, timeout_s, silent_s, host)
+    met = meet(store, "world", rank, size, timeout_s, silent_s, host, layout)
     store.set_timeout(timedelta(seconds=2 * timeout_s))
     return met
 
 
-def rendezvous_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float) -> Rendezvous:
+def rendezvous_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float, layout: str) -> Rendezvous:
     """Finds the ranks of a host engine's group in torch.distributed's own store. Raises RankLost, WorldMismatch."""
     ranks = dist.get_process_group_ranks(group)
     store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
     label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    return meet(store, label, rank, len(ranks), timeout_s, silent_after(timeout_s), "torch.distributed's store")
+    silent_s = silent_after(timeout_s)
+    return meet(store, label, rank, len(ranks), timeout_s, silent_s, "torch.distributed's store", layout)
 
 
 def silent_after(timeout_s: float) -> float:

@@ -56,7 +56,7 @@ class Member:
         process: differs between any two processes.
         boot, pids, net: where its process number and its loopback address mean something: the running kernel, the PID
             and the network namespace.
-        size: of the World it means to join.
+        size: of the World it means to join.  layout: how that one is to be divided, and between devices of which kind.
         restarts: how often its launcher says that it started the ranks again. Each torchrun agent counts by itself.
     """
 
@@ -67,16 +67,17 @@ class Member:
     net: str
     pid: int
     size: int
+    layout: str
     restarts: int
     eprt: str
     torch: str
 
     @classmethod
-    def here(cls, size: int) -> Member:
+    def here(cls, size: int, layout: str = "") -> Member:
         pid = os.getpid()
         release = torch.__version__.partition("+")[0]
         place = socket.gethostname(), boot_id(), _space("pid"), _space("net")
-        return cls(f"{_PROCESS}.{pid}", *place, pid, size, restarts(), __version__, release)
+        return cls(f"{_PROCESS}.{pid}", *place, pid, size, layout, restarts(), __version__, release)
 
     @classmethod
     def parse(cls, raw: bytes) -> Member | None:

@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from eprt.errors import EprtError, RankLost, WorldMismatch, one_block
+from eprt.errors import EprtError, RankLost, WorldMismatch, aligned, one_block
 from eprt.world.addresses import listen, named_interface
 from eprt.world.process import Member, ended, job_name, record
 from eprt.world.termination import TERMINATION, Termination, ask
@@ -32,6 +32,12 @@ T = TypeVar("T")
 _NOBODY_ASKED = "nobody asked"  # below it the record stands that ends the wait for rank 0
 _LOOK_S = 0.05
 _LOOK_CLOSER_S = 0.5  # at the processes that are there: has one of them ended?
+_ALIKE = {
+    "size": "the world's size",
+    "layout": "the world's layout",
+    "eprt": "eprt's version",
+    "torch": "torch's version",
+}
 _JOINED: set[tuple[object, int]] = set()  # (rendezvous, rank) that this process took part in, or heard the end of
 
 
@@ -282,6 +288,7 @@ def meet(
     timeout_s: float,
     silent_s: float,
     host: str,
+    layout: str = "",
 ) -> Rendezvous:
     """Finds the other ranks in `store`. Collective.
 
@@ -289,10 +296,12 @@ def meet(
         label: names the group of ranks; Worlds of one group are told apart by their order.
         timeout_s: how long to wait for a rank that isn't there; silent_s: for an answer of the store.
         host: who serves the store, for messages.
+        layout: how the World is to be divided, in words; the same on all ranks.
 
     Raises:
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came, or come later.
-        WorldMismatch: another process has this rank's place, or the ranks run different versions.
+        WorldMismatch: another process has this rank's place, or the ranks run different versions or mean different
+            Worlds.
         ConfigError: see `named_interface`.
     """
     named_interface()  # one that is there, or an error before ranks meet
@@ -301,7 +310,7 @@ def meet(
     deadline = time.monotonic() + timeout_s
     while True:
         attempt = _Attempt(base, rank, size, timeout_s, deadline, silent_s, host)
-        attempt.join(Member.here(size))
+        attempt.join(Member.here(size, layout))
         try:
             return exchange_addresses(attempt)
         except _Stale:
@@ -342,13 +351,13 @@ def claim_store(store: dist.Store, silent_s: float, host: str) -> None:
 
 
 def _compare(attempt: _Attempt, members: dict[int, Member]) -> None:
-    """Ends the rendezvous of ranks that were started with another size or other versions."""
-    for name in ("size", "eprt", "torch"):
+    """Ends the rendezvous of ranks that were started with other sizes or other versions."""
+    for name, what in _ALIKE.items():
         values = {rank: str(getattr(member, name)) for rank, member in members.items()}
         if len(set(values.values())) > 1:
-            rows = "\n".join(f"{rank:4}  {value:16}  {members[rank]}" for rank, value in values.items())
-            what = {"size": "the world's size", "eprt": "eprt's version", "torch": "torch's version"}[name]
-            message = f"the ranks disagree about {what}; start all of them alike:\nrank  {name:16}  process\n{rows}"
+            rows = [(str(rank), value, str(members[rank])) for rank, value in values.items()]
+            table = aligned([("rank", name, "process"), *rows])
+            message = f"the ranks disagree about {what}; start all of them alike:\n{table}"
             attempt.end(Termination("mismatch", (), message))
 
 

@@ -19,21 +19,38 @@ SIZE = 3
 
 
 def come(
-    store: dist.Store, ranks: range | list[int], timeout_s: float = 20.0, late: int = -1, host: str = "the store"
+    store: dist.Store,
+    ranks: range | list[int],
+    timeout_s: float = 20.0,
+    late: int = -1,
+    host: str = "the store",
+    layouts: tuple[str, ...] = ("",) * SIZE,
 ) -> list[Rendezvous | str]:
     """What each of these ranks got: a rendezvous, or the error's text."""
 
     def one(rank: int) -> Rendezvous | str:
         time.sleep(0.2 if rank == late else 0.0)
         try:
-            return meet(store, "label", rank, SIZE, timeout_s, 10.0, host)
+            return meet(store, "label", rank, SIZE, timeout_s, 10.0, host, layouts[rank])
         except RankLost as lost:
             return f"{lost.rank} {lost.why}: {lost}"
+        except WorldMismatch as error:
+            return str(error)
         except ConfigError as error:
             return f"own: {error}"
 
     with ThreadPoolExecutor(SIZE) as pool:
         return list(pool.map(one, ranks))
+
+
+def test_ranks_that_mean_different_worlds_all_say_so() -> None:
+    """Before a group is made, that would wait for ranks of another one."""
+    (told,) = set(come(dist.HashStore(), range(SIZE), layouts=("1 of 3", "3 of 3", "3 of 3")))
+    assert isinstance(told, str)
+    title, head, *rows = (line.split("  process")[0] for line in told.splitlines())
+    assert title == "the ranks disagree about the world's layout; start all of them alike:"
+    assert head.split() == ["rank", "layout"]
+    assert rows == ["0     1 of 3", "1     3 of 3", "2     3 of 3"]
 
 
 @pytest.mark.parametrize("late", range(SIZE))
