@@ -81,6 +81,21 @@ class TestAgainstTransformers:
         equal(parts.experts.down.data, block.experts.down_proj.data)
         assert parts.module_path == f"model.language_model.layers.{layer}.mlp"
 
+    @pytest.mark.parametrize("case", ["deepseek_v3", "ernie4_5_moe"])
+    def test_what_is_kept_in_float32_is_not_rounded_where_files_hold_float16(self, tmp_path, case):
+        model, _, layer, folders = saved(case)
+
+        def halved(held):
+            near = {name: torch.rand(t.shape) / 8 + 4 for name, t in held.items() if "correction_bias" in name}
+            return {name: tensor.float().add(1e-3).half() for name, tensor in (held | near).items()}
+
+        half = edit(folders["original"], tmp_path, halved, {"dtype": "float16"})
+        known = type(model).from_pretrained(half, dtype=torch.bfloat16).state_dict()
+        block, router = f"model.layers.{layer}.mlp", load_layer(half, layer).router
+        equal(router.weight, known[f"{block}.gate.weight"])
+        (bias,) = (tensor for name, tensor in known.items() if name.startswith(block) and "correction_bias" in name)
+        equal(router.correction_bias, bias.flatten())
+
     def test_module_path_of_the_vision_language_model(self):
         import transformers
 
