@@ -207,7 +207,8 @@ def _expect_number(weights: dict[str, Any], kind: str, bits: int) -> None:
 
 
 def _gptq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
-    stored = choice(quant, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    said = "checkpoint_format" if quant.get("checkpoint_format") else "format"  # which is its newer name
+    stored = choice(quant, said, ("gptq", "gptq_v2"), default="gptq")
     expect(quant, "pack_dtype", "int32")
     overrides = section(quant, "dynamic") if quant.get("dynamic") else {}
 

@@ -165,6 +165,12 @@ class TestConfigs:
         with pytest.raises(ConfigError, match=text):
             family_for(config).moe_config(config, layer)
 
+    @pytest.mark.parametrize("layer", [-1, None, "1"])
+    def test_no_layer_of_sizes_that_are_listed(self, layer):
+        config, _ = hf("hunyuan_v1_moe", moe_topk=[2, 2])
+        with pytest.raises(ConfigError, match=f"expected one for layer {layer!r}"):
+            family_for(config).moe_config(config, layer)
+
     @pytest.mark.parametrize(
         ("case", "changes", "layers"),
         [

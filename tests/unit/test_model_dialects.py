@@ -170,6 +170,7 @@ def test_experts_that_were_not_converted_are_plain(tmp_path, dialect, names):
         ("pack_quantized", {"format": "mixed-precision", "config_groups": {"a": group(["Linear"]) | NAMED}}),
         ("gptq", {"dynamic": {"+:.*mlp\\.experts.*": {"bits": 4}, ".*": {"bits": 8}}, "bits": 8}),
         ("gptq", {"dynamic": {"-:.*self_attn.*": {}}}),
+        ("gptq_v2", {"checkpoint_format": None, "format": "gptq_v2"}),
         ("awq", {"modules_to_not_convert": ["gate", "self_attn"], "version": "GEMM"}),
         ("fp8_tensor", {"quant_method": "fp8", "weight_block_size": None}),
     ],

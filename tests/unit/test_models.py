@@ -143,9 +143,10 @@ class TestGptOssMxfp4:
         with pytest.raises(ConfigError, match="cuts a scale block of 32"):
             load_layer(self.path, 0, ParallelConfig(8, moe_tp_size=8))
 
-    def test_a_rank_that_the_world_has_not(self):
-        with pytest.raises(ConfigError, match="rank 1: expected 0 to 0, of a world of 1; pass parallel"):
-            load_layer(self.path, 0, rank=1)
+    @pytest.mark.parametrize("rank", [1, -1, None])
+    def test_a_rank_that_the_world_has_not(self, rank):
+        with pytest.raises(ConfigError, match=f"rank {rank}: expected 0 to 0, of a world of 1; pass parallel"):
+            load_layer(self.path, 0, rank=rank)
 
     def test_same_seed_same_bytes_and_nothing_is_overwritten(self, tmp_path):
         again = write_tiny_checkpoint(tmp_path / "again", intermediate_size=128)
