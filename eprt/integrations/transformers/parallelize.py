@@ -120,9 +120,10 @@ def _replace_block(
     parts = load_on_all_ranks(world, lambda: load_layer(source, number, world.parallel, world.rank, placement), number)
     layer = build_layer(parts, world, with_layer_graphs(runtime, parts, Device.of(world.device)))
     family = family_for(_config_of(model))
-    parent, _, name = parts.module_path.rpartition(".")
+    path = family.module_path(number)  # the files may nest the text model deeper
+    parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, MoEBlock(layer, family.returns_scores, _dtype_of(model)))
-    source.forget(f"{parts.module_path}.")
+    source.forget(f"{path}.")
     return layer
 
 
