@@ -38,7 +38,8 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
 
     Args:
         path_or_hub_id: a checkpoint directory (safetensors), or a model id of the Hugging Face hub.
-        model_class: None takes the class that AutoModelForCausalLM would, else the one that the checkpoint names.
+        model_class: a model's class with its head, or an auto class; None takes the class that AutoModelForCausalLM
+            would, else the one that the checkpoint names.
         options: `from_pretrained`'s: dtype, device_map, attn_implementation, revision, cache_dir, ... A float16
             checkpoint is loaded in bfloat16 unless `dtype` says otherwise.
 
@@ -55,7 +56,7 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     config: Any = options.pop("config", None) or _config_of(directory, bool(options.get("trust_remote_code")))
     if options.get("dtype", "auto") == "auto" and config.get_text_config().dtype == torch.float16:
         options["dtype"] = torch.bfloat16  # as `Checkpoint` reads the experts, and says
-    kind = model_class or _class_of(config)
+    kind = _class_of(config, model_class)
     config = _config_for(kind, config)
     if not has_family(config.to_dict()):
         if getattr(config, "quantization_config", None) is not None:
@@ -87,9 +88,18 @@ def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
 
 def _hold_places(model: Any, paths: list[str], directory: Path) -> list[str]:
     for path in paths:
+        block_at(model, path)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, Placeholder(directory))
     return paths
+
+
+def block_at(model: nn.Module, path: str) -> nn.Module:
+    """Returns a model's MoE block. Raises ConfigError."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise ConfigError(f"{type(model).__name__} has no module {path}: expected the model with its head") from error
 
 
 def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
@@ -126,18 +136,22 @@ def _config_of(directory: Path, trust_remote_code: bool) -> Any:
         raise CheckpointError(f"{directory}: transformers can't read its config.json: {said}") from error
 
 
-def _class_of(config: Any) -> type[Any]:
-    """Returns the class that generates text: AutoModelForCausalLM's, else the one that the checkpoint names."""
+def _class_of(config: Any, asked: Any) -> type[Any]:
+    """Returns the class that is asked for, an auto class's choice; None: AutoModelForCausalLM's, else the one that the
+    checkpoint names. Raises ConfigError."""
     import transformers
 
-    mapping: Any = transformers.AutoModelForCausalLM._model_mapping
+    auto: Any = asked or transformers.AutoModelForCausalLM
+    mapping = getattr(auto, "_model_mapping", None)
+    if mapping is None:
+        return asked
     if type(config) in mapping:
         found = mapping[type(config)]
         return found[0] if isinstance(found, tuple) else found
-    for name in config.architectures or ():
+    for name in () if asked else config.architectures or ():
         if (named := getattr(transformers, name, None)) is not None:
             return named
-    raise ConfigError(f"transformers has no class that generates text for a {config.model_type}: pass model_class=")
+    raise ConfigError(f"{auto.__name__} has no class for a {config.model_type}: pass model_class=")
 
 
 def _config_for(kind: type[Any], config: Any) -> Any:
