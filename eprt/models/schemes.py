@@ -27,7 +27,7 @@ Modules = tuple[str, ...]
 MOST_MATCHES = 20_000  # regular expressions times experts, of one layer
 MAX_PATTERNS = 1000  # with wildcards or regular expressions, in one list
 MAX_REPEATS = 4  # of a regular expression, but for digits: its time grows with the name's length to this power
-_EXPRESSION = "re:"
+_EXPRESSION, _EVERY = "re:", "Linear"
 _REPEAT = re.compile(r"(?<!\\d)(?<!\\)[*+{]")
 _NESTED = re.compile(r"(?<!\\)\)[*+{]")
 
@@ -137,13 +137,19 @@ def _compressed(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> 
     ignored = listed(quant, "ignore", str) or []
     groups = section(quant, "config_groups")
     named = [section(groups, name) for name in groups]
-    targets = {target: group for group in named for target in listed(group, "targets", str) or ()}
+    targets = [(group, listed(group, "targets", str) or []) for group in named]
 
     def scheme(names: Modules) -> Scheme:
         if _match(names, ignored, where(quant)) is not None:
             return _plain(hf)
-        group = targets.get(_match(names, targets, where(groups)) or "Linear")
-        return _plain(hf) if group is None else _compressed_scheme(group, quant)
+        found: dict[str, dict[str, Any]] = {}
+        for group, of_group in targets:
+            target = _match(names, of_group, where(groups)) or _EVERY
+            found |= {target: group} if target in of_group else {}
+        if not found:
+            return _plain(hf)
+        first = min(found, key=lambda target: (target == _EVERY, target.startswith(_EXPRESSION), target))
+        return _compressed_scheme(found[first], quant)
 
     return _one_scheme(hf, scheme, modules)
 
@@ -289,15 +295,15 @@ def _said(scheme: Scheme) -> str:
     return f"int4 ({', '.join(said)})"
 
 
-def _match(names: Modules, listed: Iterable[str], where: str) -> str | None:
+def _match(names: Modules, listed: list[str], where: str) -> str | None:
     """Returns the item of a list that names one of `names`, as compressed-tensors does: whole, else the first `re:`
     of the alphabet whose regular expression fits its beginning.
 
     Raises:
         ConfigError: an expression that isn't one, or whose time could explode.
     """
-    if whole := set(names).intersection(listed):
-        return min(whole)
+    if whole := next(filter(set(names).__contains__, listed), None):
+        return whole
     found = sorted(item for item in listed if item.startswith(_EXPRESSION))
     if len(found) > MAX_PATTERNS:
         raise ConfigError(f"{where}: {len(found)} regular expressions: expected at most {MAX_PATTERNS}")
