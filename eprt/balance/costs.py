@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eprt.balance.planner import by_rank, imbalance
+from eprt.balance.planner import by_rank, imbalance, require_counts
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.experts import executor_spec
@@ -93,7 +93,11 @@ def weigh(
         counts: [E] how often each expert was chosen.
         tokens: of one rank, in one call.
         one_replica: each expert's tokens go to one of its replicas, as decode does; else they are shared evenly.
+
+    Raises:
+        ConfigError: counts of another number of experts, or counts that are none.
     """
+    require_counts(counts, config.num_experts)
     size = expert_bytes(config, before.parallel.moe_tp_size)
     rows = tokens * before.parallel.world_size * config.top_k  # each rank sends tokens of its own
     old, new = (_loaded(counts, placement, rows, one_replica, time) for placement in (before, after))

@@ -69,13 +69,19 @@ def plan_placement(
 def _require_sizes(counts: Sequence[int], ranks: int, num_slots: int) -> None:
     """Raises ConfigError."""
     E = len(counts)
-    wrong = [count for count in counts if not 0 <= count < math.inf]
-    if E < 1 or wrong:
-        raise ConfigError(f"counts of {E} experts, {wrong[:1]} among them: expected [E], finite and none negative")
+    require_counts(counts, max(1, E))
     if not E <= num_slots <= MAX_EXPERTS or num_slots % ranks:
         raise ConfigError(
             f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, {E} to {MAX_EXPERTS}"
         )
+
+
+def require_counts(counts: Sequence[float], num_experts: int) -> None:
+    """Raises ConfigError unless there is one count for each expert, finite and not negative."""
+    wrong = [count for count in counts if not 0 <= count < math.inf]
+    if len(counts) != num_experts or wrong:
+        found = f"counts of {len(counts)} experts" + f", {wrong[:1]} among them" * bool(wrong)
+        raise ConfigError(f"{found}: expected one for each of {num_experts}, finite and none negative")
 
 
 def _fewest_replicas(
@@ -125,8 +131,13 @@ def _nearest(plan: _Slots, goal: float, current: ExpertPlacement) -> _Slots:
     return min(candidates, key=travelling)
 
 
-def rank_loads(counts: Sequence[int], placement: ExpertPlacement) -> tuple[float, ...]:
-    """Returns [ranks] the load of each expert-parallel rank by these counts, replicas sharing evenly."""
+def rank_loads(counts: Sequence[float], placement: ExpertPlacement) -> tuple[float, ...]:
+    """Returns [ranks] the load of each expert-parallel rank by these counts, replicas sharing evenly.
+
+    Raises:
+        ConfigError: counts of another number of experts, or counts that are none.
+    """
+    require_counts(counts, placement.num_experts)
     return tuple(_Slots(counts, by_rank(placement), placement.parallel.ep_size).loads)
 
 
@@ -144,7 +155,7 @@ class _Slots:
         loads: [ranks].
     """
 
-    counts: Sequence[int]
+    counts: Sequence[float]
     held: list[list[int]]
     domain_size: int
 

@@ -12,6 +12,7 @@ from eprt.balance.counts import gather_load
 from eprt.balance.planner import imbalance, rank_loads
 from eprt.errors import ConfigError
 from eprt.files import new_figure, save_figure
+from eprt.json_files import shown
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.world import World
@@ -35,13 +36,13 @@ class LayerBalance:
     hot_share: float
 
     @classmethod
-    def of(cls, layer: int, counts: list[int], placement: ExpertPlacement) -> LayerBalance:
-        """Raises ConfigError for counts of another number of experts."""
-        E = placement.num_experts
-        if len(counts) != E:
-            raise ConfigError(f"layer {layer}: counts of {len(counts)} experts, the placement has {E}")
-        loads, most = rank_loads(counts, placement), max(counts)
-        share = most / max(1, sum(counts))
+    def of(cls, layer: int, counts: list[float], placement: ExpertPlacement) -> LayerBalance:
+        """Raises ConfigError for counts of another number of experts, or that are none."""
+        try:
+            loads, most = rank_loads(counts, placement), max(counts)
+        except ConfigError as error:
+            raise ConfigError(f"layer {layer}: {error}") from error
+        share = most / (sum(counts) or 1)
         return cls(layer, loads, imbalance(loads), loads.index(max(loads)), counts.index(most), share)
 
 
@@ -84,7 +85,7 @@ class Balance:
 
 
 def report(
-    counts: torch.Tensor | Sequence[Sequence[int]],
+    counts: torch.Tensor | Sequence[Sequence[float]],
     placements: Sequence[ExpertPlacement],
     layers: Sequence[int] | None = None,
 ) -> Balance:
@@ -96,9 +97,12 @@ def report(
         layers: their numbers; None: 0, 1, 2, ...
 
     Raises:
-        ConfigError: other numbers of layers or experts.
+        ConfigError: other numbers of layers or experts, or counts that are none.
     """
-    rows: list[list[int]] = [[int(count) for count in row] for row in counts]
+    try:
+        rows = [[float(count) for count in row] for row in counts]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"counts are {shown(counts)}: expected numbers [layers, E]") from error
     numbers = list(range(len(rows))) if layers is None else list(layers)
     if not rows or not len(rows) == len(placements) == len(numbers):
         raise ConfigError(f"counts of {len(rows)} layers, {len(placements)} placements, {len(numbers)} numbers")

@@ -167,7 +167,8 @@ def load_layer(
     config = _moe_config(source, family, layer)
     placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
     placement.in_slots(config)  # made for this many experts
-    if not 0 <= rank < (size := placement.parallel.world_size):
+    size = placement.parallel.world_size
+    if rank not in range(size):
         raise ConfigError(f"rank {rank}: expected 0 to {size - 1}, of a world of {size}; pass parallel=world.parallel")
     return _read_layer(source, family, layer, config, placement, rank)
 

@@ -148,7 +148,7 @@ class ModelFamily(ABC):
         name = checkpoint.first(*(f"{block}.{alias}" for alias in self.correction_biases))
         E = config.num_experts
         shape = (1, E) if checkpoint.manifest[name].shape == (1, E) else (E,)
-        return checkpoint.read(name, shape=shape, dtypes=PLAIN).float().reshape(E)
+        return checkpoint.read(name, shape=shape, dtypes=PLAIN, half=torch.float32).float().reshape(E)
 
     def _token_table(self, checkpoint: Checkpoint, router: str, config: MoEConfig) -> torch.Tensor | None:
         """Reads [V, K] int64 expert ids per vocabulary id (hash routing). Raises CheckpointError for other ids."""
@@ -170,7 +170,7 @@ class ModelFamily(ABC):
 
 def _read_as(checkpoint: Checkpoint, dtype: torch.dtype, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Reads plain numbers as another dtype, whose largest number may be smaller. Raises CheckpointError."""
-    found = checkpoint.read(name, shape=shape, dtypes=PLAIN).to(dtype)
+    found = checkpoint.read(name, shape=shape, dtypes=PLAIN, half=dtype).to(dtype)
     require_finite(found, f"{checkpoint.where(name)}, as {dtype},")
     return found
 

@@ -110,9 +110,16 @@ class Checkpoint:
         raise CheckpointError(f"{self.directory}: tensor {' or '.join(map(shown, names))} is missing")
 
     def read(
-        self, name: str, index: Index = (), *, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] = ()
+        self,
+        name: str,
+        index: Index = (),
+        *,
+        shape: tuple[int, ...] | None = None,
+        dtypes: Iterable[torch.dtype] = (),
+        half: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
-        """Reads a slice of a tensor into an owned CPU copy: ints and unit-step slices, () is the whole tensor.
+        """Reads a slice of a tensor into an owned CPU copy: ints and unit-step slices, () is the whole tensor. Float16
+        becomes `half`, but in scales of packed weights.
 
         Raises CheckpointError: no such tensor, another shape or dtype than expected for the whole of it, NaN or
         infinity, or a file that was cut off.
@@ -121,7 +128,7 @@ class Checkpoint:
         found = self._slice(name, index)
         self.touched.add(name)
         self.bytes_read += found.numel() * found.element_size()
-        return found
+        return found.to(half) if found.dtype == torch.float16 and not _is_scale(name) else found
 
     def require(
         self, name: str, *, shape: tuple[int, ...] | None = None, dtypes: Iterable[torch.dtype] = ()
@@ -138,8 +145,7 @@ class Checkpoint:
         return info
 
     def _slice(self, name: str, index: Index) -> torch.Tensor:
-        found = self._shards[self.manifest[name].file].read(name, index)
-        return found.to(torch.bfloat16) if found.dtype == torch.float16 and not _is_scale(name) else found
+        return self._shards[self.manifest[name].file].read(name, index)
 
     def sample(self, name: str, size: int = 64) -> bytes:
         """Reads the first bytes of a tensor, at most `size`. Raises CheckpointError."""

@@ -43,7 +43,7 @@ class DeepseekV32(DeepseekV3):
         kinds = listed(hf, "mlp_layer_types", str)
         if kinds is None:
             return super().moe_layers(hf)
-        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+        return [layer for layer, kind in enumerate(kinds[: num_layers(hf)]) if kind == "sparse"]
 
 
 class Dots1(DeepseekV3):

@@ -100,8 +100,8 @@ def of_layer(hf: dict[str, Any], layer: int, *names: str) -> dict[str, Any]:
     """Replaces fields that list one value per layer by that layer's value. Raises ConfigError."""
     listed = {name: value for name in names if isinstance(value := hf.get(name), list)}
     for name, values in listed.items():
-        if layer >= len(values):
-            raise ConfigError(f"{where(hf)}: {name} has {len(values)} entries: expected one for layer {layer}")
+        if layer not in range(len(values)):
+            raise ConfigError(f"{where(hf)}: {name} has {len(values)} entries: expected one for layer {layer!r}")
     return HfConfig(hf | {name: values[layer] for name, values in listed.items()}, where(hf))
 
 

@@ -27,7 +27,7 @@ Modules = tuple[str, ...]
 MOST_MATCHES = 20_000  # regular expressions times experts, of one layer
 MAX_PATTERNS = 1000  # with wildcards or regular expressions, in one list
 MAX_REPEATS = 4  # of a regular expression, but for digits: its time grows with the name's length to this power
-_EXPRESSION = "re:"
+_EXPRESSION, _EVERY = "re:", "Linear"
 _REPEAT = re.compile(r"(?<!\\d)(?<!\\)[*+{]")
 _NESTED = re.compile(r"(?<!\\)\)[*+{]")
 
@@ -97,9 +97,11 @@ def _plain(hf: dict[str, Any]) -> Scheme:
 
 
 def _fp8(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
-    packed = Scheme("mxfp4" if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4" else "fp8_block")
-    if packed.format == "fp8_block":
+    if (quant.get("expert_dtype") or hf.get("expert_dtype")) == "fp4":
+        packed = Scheme("mxfp4")
+    else:
         expect(quant, "weight_block_size", [128, 128])
+        packed = Scheme("fp8_block" if quant.get("weight_block_size") else "fp8_tensor")
     left = listed(quant, "modules_to_not_convert", str) or []
     return _one_scheme(hf, lambda names: _plain(hf) if _left_out(names, left) else packed, modules)
 
@@ -134,15 +136,20 @@ def _compressed(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> 
     _refuse_transforms(quant)
     ignored = listed(quant, "ignore", str) or []
     groups = section(quant, "config_groups")
-    named = {name: section(groups, name) for name in groups}
-    targets = {name: listed(group, "targets", str) or [] for name, group in named.items()}
+    named = [section(groups, name) for name in groups]
+    targets = [(group, listed(group, "targets", str) or []) for group in named]
 
     def scheme(names: Modules) -> Scheme:
-        if _matches(names, ignored, where(quant)):
+        if _match(names, ignored, where(quant)) is not None:
             return _plain(hf)
-        precise = [name for name, listed in targets.items() if _matches(names, listed, where(groups))]
-        found = precise or [name for name, listed in targets.items() if "Linear" in listed]
-        return _compressed_scheme(named[found[0]], quant) if found else _plain(hf)
+        found: dict[str, dict[str, Any]] = {}
+        for group, of_group in targets:
+            target = _match(names, of_group, where(groups)) or _EVERY
+            found |= {target: group} if target in of_group else {}
+        if not found:
+            return _plain(hf)
+        first = min(found, key=lambda target: (target == _EVERY, target.startswith(_EXPRESSION), target))
+        return _compressed_scheme(found[first], quant)
 
     return _one_scheme(hf, scheme, modules)
 
@@ -206,14 +213,15 @@ def _expect_number(weights: dict[str, Any], kind: str, bits: int) -> None:
 
 
 def _gptq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
-    stored = choice(quant, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    said = "checkpoint_format" if quant.get("checkpoint_format") else "format"  # which is its newer name
+    stored = choice(quant, said, ("gptq", "gptq_v2"), default="gptq")
     expect(quant, "pack_dtype", "int32")
     overrides = section(quant, "dynamic") if quant.get("dynamic") else {}
 
     def scheme(names: Modules) -> Scheme:
         settings: dict[str, Any] = quant
         for rule in overrides:  # the first that matches decides
-            if _matches(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(overrides)):
+            if _match(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(overrides)) is not None:
                 if rule.startswith("-:"):
                     return _plain(hf)
                 settings = HfConfig(quant | section(overrides, rule), where(quant))
@@ -280,22 +288,27 @@ def _require_one(hf: dict[str, Any], found: dict[str, Scheme]) -> None:
 
 
 def _said(scheme: Scheme) -> str:
-    return f"{scheme.format} (groups of {scheme.group})" if scheme.format == "int4" else scheme.format
+    if scheme.format != "int4":
+        return scheme.format
+    said = [f"groups of {scheme.group}" if scheme.group else "whole rows"]
+    said += ["zero points"] * scheme.zeros + ["activation order"] * scheme.ordered
+    return f"int4 ({', '.join(said)})"
 
 
-def _matches(names: Modules, listed: list[str], where: str) -> bool:
-    """Tells whether a list names one of `names`, as compressed-tensors does: whole, or by `re:` and a regular
-    expression that fits its beginning.
+def _match(names: Modules, listed: list[str], where: str) -> str | None:
+    """Returns the item of a list that names one of `names`, as compressed-tensors does: whole, else the first `re:`
+    of the alphabet whose regular expression fits its beginning.
 
     Raises:
         ConfigError: an expression that isn't one, or whose time could explode.
     """
-    if not set(names).isdisjoint(listed):
-        return True
-    expressions = [item.removeprefix(_EXPRESSION) for item in listed if item.startswith(_EXPRESSION)]
-    if len(expressions) > MAX_PATTERNS:
-        raise ConfigError(f"{where}: {len(expressions)} regular expressions: expected at most {MAX_PATTERNS}")
-    return any(compiled.match(name) for compiled in map(lambda e: _compile(e, where), expressions) for name in names)
+    if whole := next(filter(set(names).__contains__, listed), None):
+        return whole
+    found = sorted(item for item in listed if item.startswith(_EXPRESSION))
+    if len(found) > MAX_PATTERNS:
+        raise ConfigError(f"{where}: {len(found)} regular expressions: expected at most {MAX_PATTERNS}")
+    compiled = ((item, _compile(item.removeprefix(_EXPRESSION), where)) for item in found)
+    return next((item for item, expression in compiled if any(map(expression.match, names))), None)
 
 
 def _compile(expression: str, where: str) -> re.Pattern[str]:

@@ -54,7 +54,8 @@ class PlacementFile:
     @property
     def fingerprint(self) -> int:
         """Returns 63 bits that differ where placements do, for ranks to compare."""
-        text = repr((self.num_experts, self.ep_size, sorted(self.layers.items(), key=lambda item: item[0] or -1)))
+        layers = sorted(self.layers.items(), key=lambda item: -1 if item[0] is None else item[0])
+        text = repr((self.num_experts, self.ep_size, layers))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     def write(self, path: str | Path) -> None:

@@ -36,6 +36,7 @@ pytestmark = [
 PROMPTS: list[list[list[int]]] = [[[5, 17, 33, 8], [41, 9, 60]], [], [[7, 3]], [[30]]]
 ACCEPTED = 66
 TESTED = [name for name in folders() if name not in REASONS]
+TEXT = [f"{name}:text" for name in ("dots3_note", "llama4", "qwen3_5_moe", "qwen4_exp") if name in TESTED]
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def outcomes(pools_of_this_file):
     def run(size: int) -> list[dict[str, jobs.Outcome]]:
         folder, prompts = [saved(name) for name in TESTED][-1], PROMPTS[:size]
         return pools_of_this_file(size).run(
-            jobs.continue_families, names=TESTED, folder=folder, prompts=prompts, timeout_s=500.0
+            jobs.continue_families, names=TESTED + TEXT, folder=folder, prompts=prompts, timeout_s=500.0
         )
 
     return run
@@ -65,7 +66,7 @@ def outcomes(pools_of_this_file):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", TESTED + TEXT)
 def test_greedy_tokens_are_those_of_one_process(outcomes, name: str, size: int) -> None:
     for rank, each in enumerate(by_rank[name] for by_rank in outcomes(size)):
         assert each.error == "", f"rank {rank}"

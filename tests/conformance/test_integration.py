@@ -15,7 +15,7 @@ from support.libraries import needs
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
-from eprt.errors import CheckpointError
+from eprt.errors import CheckpointError, ConfigError
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed
@@ -197,6 +197,20 @@ def test_files_that_are_no_checkpoint(tmp_path: Path, file: str, text: str | Non
         (tmp_path / file).write_text(text)
     with pytest.raises(CheckpointError, match=said):
         load_without_experts(tmp_path)
+
+
+def test_an_auto_class_leaves_experts_out_too(tmp_path: Path) -> None:
+    import transformers
+
+    from eprt.integrations.transformers import load_without_experts
+
+    write_tiny_checkpoint(tmp_path, num_layers=1)
+    model = load_without_experts(tmp_path, model_class=transformers.AutoModelForCausalLM)
+    assert isinstance(model, transformers.GptOssForCausalLM)
+    assert not any("experts" in name for name, _ in model.named_parameters())
+    for kind, said in (("GptOssModel", "has no module model.layers.0.mlp"), ("AutoModelForCTC", "has no class for a")):
+        with pytest.raises(ConfigError, match=f"{kind} {said}"):
+            load_without_experts(tmp_path, model_class=getattr(transformers, kind))
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch) -> None:

@@ -224,6 +224,8 @@ def test_placements_come_back_from_their_file(tmp_path) -> None:
     found = PlacementFile.read(tmp_path / "p.json")
     assert found.placement(3, 4, parallel) == placements[3]
     assert found.placement(4, 4, parallel) == placements[None]
+    kept = {0: (3, 2, 1, 0), None: (0, 1, 2, 3)}
+    assert len({PlacementFile(4, 2, dict(rows)).fingerprint for rows in (kept.items(), reversed(kept.items()))}) == 1
     with pytest.raises(ConfigError, match="for 4 experts, layer 3 has 8"):
         found.placement(3, 8, parallel)
     with pytest.raises(ConfigError, match="for 2 expert-parallel ranks, layer 3 has 4"):
@@ -284,6 +286,27 @@ def test_the_report_says_which_rank_is_hot(tmp_path) -> None:
         found.plot(tmp_path / "b.xyz")
     with pytest.raises(ConfigError, match="counts of 1 layers, 2 placements"):
         report([[1, 1, 1, 1]], [plain, spread])
+    assert report([[0.6, 0.1, 0.1, 0.2]], [plain]).worst.imbalance == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ([1, 2], "counts of 2 experts: expected one for each of 4"),
+        ([1, 2, 3, 4, 5], "counts of 5 experts"),
+        ([1, -2, 3, 4], r"\[-2(\.0)?\] among them"),
+    ],
+)
+def test_counts_that_are_none_of_the_layers_are_refused(counts, says: str) -> None:
+    place, config = ExpertPlacement(4, ParallelConfig(2)), MoEConfig(4, 1, 128, 128, weight_format="bf16")
+    with pytest.raises(ConfigError, match=says):
+        rank_loads(counts, place)
+    with pytest.raises(ConfigError, match=f"layer 0: .*{says}"):
+        report([counts], [place])
+    with pytest.raises(ConfigError, match=says):
+        weigh(config, counts, place, place, 50, time=lambda rows, experts: rows)
+    with pytest.raises(ConfigError, match=r"expected numbers \[layers, E\]"):
+        report(counts, [place])
 
 
 GPT_OSS = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")

@@ -165,6 +165,12 @@ class TestConfigs:
         with pytest.raises(ConfigError, match=text):
             family_for(config).moe_config(config, layer)
 
+    @pytest.mark.parametrize("layer", [-1, None, "1"])
+    def test_no_layer_of_sizes_that_are_listed(self, layer):
+        config, _ = hf("hunyuan_v1_moe", moe_topk=[2, 2])
+        with pytest.raises(ConfigError, match=f"expected one for layer {layer!r}"):
+            family_for(config).moe_config(config, layer)
+
     @pytest.mark.parametrize(
         ("case", "changes", "layers"),
         [
@@ -176,7 +182,8 @@ class TestConfigs:
             ("deepseek_v4", {}, [0, 1]),
             ("olmoe", {"num_hidden_layers": 3}, [0, 1, 2]),
             ("qwen2_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}, [1, 3]),
-            ("deepseek_v32", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, [0, 2]),
+            ("deepseek_v32", {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_hidden_layers": 3}, [0, 2]),
+            ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, [1]),  # the last predicts tokens
             ("deepseek_v32", {"mlp_layer_types": None, "num_hidden_layers": 4, "first_k_dense_replace": 3}, [3]),
             ("ernie4_5_moe", {"num_hidden_layers": 6, "moe_layer_end_index": -1, "moe_layer_interval": 2}, [1, 3, 5]),
             ("ernie4_5_moe", {"num_hidden_layers": 6, "moe_layer_end_index": 3}, [1, 2, 3]),

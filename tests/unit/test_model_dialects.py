@@ -130,6 +130,7 @@ INT = QUANT["pack_quantized"]["config_groups"]["group_0"]["weights"]
 
 
 EXPERTS, NAMED = r"re:.*experts\.\d+\..*", {"format": "pack-quantized"}
+EACH = [f"{PREFIX}.{expert}.{name}_proj" for expert in range(8) for name in ("gate", "up", "down")]
 
 
 def group(targets: list[str], **weights: object) -> dict[str, object]:
@@ -140,7 +141,7 @@ def group(targets: list[str], **weights: object) -> dict[str, object]:
     "change",
     [
         {"ignore": ["re:.*experts.*"]},
-        {"ignore": [f"{PREFIX}.{expert}.{name}_proj" for expert in range(8) for name in ("gate", "up", "down")]},
+        {"ignore": EACH},
         {"config_groups": {"group_0": group(["re:.*self_attn.*"])}},
         {"config_groups": {}},
     ],
@@ -164,10 +165,14 @@ def test_experts_that_were_not_converted_are_plain(tmp_path, dialect, names):
     ("dialect", "change"),
     [
         ("pack_quantized", {"config_groups": {"a": group(["Linear"], num_bits=8), "b": group([EXPERTS])}}),
+        ("pack_quantized", {"config_groups": {"a": group(["re:.*mlp.*"], num_bits=8), "b": group([EXPERTS])}}),
+        ("pack_quantized", {"config_groups": {"a": group([EXPERTS], num_bits=8), "b": group(EACH)}}),
         ("pack_quantized", {"format": "mixed-precision", "config_groups": {"a": group(["Linear"]) | NAMED}}),
         ("gptq", {"dynamic": {"+:.*mlp\\.experts.*": {"bits": 4}, ".*": {"bits": 8}}, "bits": 8}),
         ("gptq", {"dynamic": {"-:.*self_attn.*": {}}}),
+        ("gptq_v2", {"checkpoint_format": None, "format": "gptq_v2"}),
         ("awq", {"modules_to_not_convert": ["gate", "self_attn"], "version": "GEMM"}),
+        ("fp8_tensor", {"quant_method": "fp8", "weight_block_size": None}),
     ],
 )  # fmt: skip
 def test_settings_of_single_modules(tmp_path, dialect, change):
@@ -209,6 +214,8 @@ def linears(**weights: object) -> dict[str, object]:
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (GPTQ | {"group_size": 48}, "group_size 48"),
         (GPTQ | {"dynamic": {"-:.*up_proj": {}}}, "in several ways"),
+        (GPTQ | {"dynamic": {".*down_proj": {"sym": False}}}, r"32, zero points\), gate_proj int4 \(.* 32\)"),
+        (GPTQ | {"dynamic": {".*down_proj": {"desc_act": True, "group_size": -1}}}, "whole rows, activation order"),
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported: expected gemm"),
         (AWQ | {"bits": "4"}, "bits is '4': expected an integer"),
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),

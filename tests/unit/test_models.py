@@ -81,6 +81,21 @@ class TestAgainstTransformers:
         equal(parts.experts.down.data, block.experts.down_proj.data)
         assert parts.module_path == f"model.language_model.layers.{layer}.mlp"
 
+    @pytest.mark.parametrize("case", ["deepseek_v3", "ernie4_5_moe"])
+    def test_what_is_kept_in_float32_is_not_rounded_where_files_hold_float16(self, tmp_path, case):
+        model, _, layer, folders = saved(case)
+
+        def halved(held):
+            near = {name: torch.rand(t.shape) / 8 + 4 for name, t in held.items() if "correction_bias" in name}
+            return {name: tensor.float().add(1e-3).half() for name, tensor in (held | near).items()}
+
+        half = edit(folders["original"], tmp_path, halved, {"dtype": "float16"})
+        known = type(model).from_pretrained(half, dtype=torch.bfloat16).state_dict()
+        block, router = f"model.layers.{layer}.mlp", load_layer(half, layer).router
+        equal(router.weight, known[f"{block}.gate.weight"])
+        (bias,) = (tensor for name, tensor in known.items() if name.startswith(block) and "correction_bias" in name)
+        equal(router.correction_bias, bias.flatten())
+
     def test_module_path_of_the_vision_language_model(self):
         import transformers
 
@@ -128,9 +143,10 @@ class TestGptOssMxfp4:
         with pytest.raises(ConfigError, match="cuts a scale block of 32"):
             load_layer(self.path, 0, ParallelConfig(8, moe_tp_size=8))
 
-    def test_a_rank_that_the_world_has_not(self):
-        with pytest.raises(ConfigError, match="rank 1: expected 0 to 0, of a world of 1; pass parallel"):
-            load_layer(self.path, 0, rank=1)
+    @pytest.mark.parametrize("rank", [1, -1, None])
+    def test_a_rank_that_the_world_has_not(self, rank):
+        with pytest.raises(ConfigError, match=f"rank {rank}: expected 0 to 0, of a world of 1; pass parallel"):
+            load_layer(self.path, 0, rank=rank)
 
     def test_same_seed_same_bytes_and_nothing_is_overwritten(self, tmp_path):
         again = write_tiny_checkpoint(tmp_path / "again", intermediate_size=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from support.libraries import needs
 from eprt.config import ParallelConfig
 from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
+from eprt.models.schemes import scheme_of
 
 pytestmark = needs("compressed_tensors")
 
@@ -139,3 +141,19 @@ def test_experts_that_the_package_compressed(tmp_path, monkeypatch, name):
             assert (values - expected).norm() < 2**-8 * expected.norm()
         gate, up = decode_matrix(found.experts.gate_up, 2).chunk(2, dim=1)
         assert (gate - up).norm() > gate.norm()  # swapped, nothing above would hold
+
+
+def test_a_module_is_of_the_group_that_the_package_finds():
+    """Of groups that name it whole, by expressions and by its class, in any order."""
+    match, chosen = pytest.importorskip("compressed_tensors.utils.match"), random.Random(0)
+    names = [f"model.layers.3.mlp.experts.0.{part}_proj" for part in ("gate", "up", "down")]
+    pool = ["Linear", "re:.*mlp.*", "re:.*experts.*", "re:^model.*", "re:.*down_proj", "re:.*self_attn.*", *names]
+    for _ in range(300):
+        sizes = chosen.sample((32, 64, 128), chosen.randint(1, 3))
+        groups = {str(n): {"targets": chosen.sample(pool, 2), "weights": INT4 | {"group_size": n}} for n in sizes}
+        quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+        size_of = {target: int(size) for size, group in groups.items() for target in group["targets"]}
+        for name in names:
+            targets = match.match_targets(name, torch.nn.Linear(1, 1), size_of)
+            expected = size_of[targets[0]] if targets else 0
+            assert scheme_of({"quantization_config": quant}, (name,)).group == expected, (groups, name)

@@ -15,6 +15,7 @@ from eprt.integrations.transformers.experts import leave_out, refuse_to_run
 from eprt.json_files import shown
 from eprt.models import ModelFamily, family_for, has_family
 from eprt.models.checkpoint import Checkpoint
+from eprt.models.hf_config import flatten
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "token")
@@ -37,7 +38,8 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
 
     Args:
         path_or_hub_id: a checkpoint directory (safetensors), or a model id of the Hugging Face hub.
-        model_class: None takes the class that AutoModelForCausalLM would, else the one that the checkpoint names.
+        model_class: a model's class with its head, or an auto class; None takes the class that AutoModelForCausalLM
+            would, else the one that the checkpoint names.
         options: `from_pretrained`'s: dtype, device_map, attn_implementation, revision, cache_dir, ... A float16
             checkpoint is loaded in bfloat16 unless `dtype` says otherwise.
 
@@ -54,16 +56,18 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     config: Any = options.pop("config", None) or _config_of(directory, bool(options.get("trust_remote_code")))
     if options.get("dtype", "auto") == "auto" and config.get_text_config().dtype == torch.float16:
         options["dtype"] = torch.bfloat16  # as `Checkpoint` reads the experts, and says
-    kind = model_class or _class_of(config)
+    kind = _class_of(config, model_class)
+    config = _config_for(kind, config)
     if not has_family(config.to_dict()):
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{directory}: quantised experts of a {config.model_type}: expected bf16 or float32")
         lean = _emptied(kind, lambda model: leave_out(model, directory))
         return lean.from_pretrained(directory, config=config, **options)
     family = family_for(config.to_dict())
-    paths = [family.module_path(number) for number in family.moe_layers(config.to_dict())]
-    if _packed_outside(files, family):
-        _require_quantizer(config, files, family)
+    numbers = family.moe_layers(config.to_dict())
+    paths = [family.module_path(number) for number in numbers]
+    if _packed_outside(files, family, numbers):
+        _require_quantizer(config, files)
     elif getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # only the experts are packed: what is left is plain
     lean = _emptied(kind, lambda model: _hold_places(model, paths, directory))
@@ -84,9 +88,18 @@ def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
 
 def _hold_places(model: Any, paths: list[str], directory: Path) -> list[str]:
     for path in paths:
+        block_at(model, path)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, Placeholder(directory))
     return paths
+
+
+def block_at(model: nn.Module, path: str) -> nn.Module:
+    """Returns a model's MoE block. Raises ConfigError."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise ConfigError(f"{type(model).__name__} has no module {path}: expected the model with its head") from error
 
 
 def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
@@ -123,25 +136,40 @@ def _config_of(directory: Path, trust_remote_code: bool) -> Any:
         raise CheckpointError(f"{directory}: transformers can't read its config.json: {said}") from error
 
 
-def _class_of(config: Any) -> type[Any]:
-    """Returns the class that generates text: AutoModelForCausalLM's, else the one that the checkpoint names."""
+def _class_of(config: Any, asked: Any) -> type[Any]:
+    """Returns the class that is asked for, an auto class's choice; None: AutoModelForCausalLM's, else the one that the
+    checkpoint names. Raises ConfigError."""
     import transformers
 
-    mapping: Any = transformers.AutoModelForCausalLM._model_mapping
+    auto: Any = asked or transformers.AutoModelForCausalLM
+    mapping = getattr(auto, "_model_mapping", None)
+    if mapping is None:
+        return asked
     if type(config) in mapping:
         found = mapping[type(config)]
         return found[0] if isinstance(found, tuple) else found
-    for name in config.architectures or ():
+    for name in () if asked else config.architectures or ():
         if (named := getattr(transformers, name, None)) is not None:
             return named
-    raise ConfigError(f"transformers has no class that generates text for a {config.model_type}: pass model_class=")
+    raise ConfigError(f"{auto.__name__} has no class for a {config.model_type}: pass model_class=")
 
 
-def _require_quantizer(config: Any, files: Checkpoint, family: ModelFamily) -> None:
+def _config_for(kind: type[Any], config: Any) -> Any:
+    """Returns the nested text model's config where that is what the class takes, as AutoModelForCausalLM does."""
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    if text is None or getattr(kind, "config_class", None) is not text:
+        return config
+    inner, quant = config.get_text_config(), getattr(config, "quantization_config", None)
+    if quant is not None:
+        inner.quantization_config = quant
+    return inner
+
+
+def _require_quantizer(config: Any, files: Checkpoint) -> None:
     """Raises ConfigError where transformers would take packed weights as they are, without their scales."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
-    quant = family.text_config(files.config).get("quantization_config")
+    quant = flatten(files.config).get("quantization_config")
     method = quant.get("quant_method") if isinstance(quant, dict) else None
     if quant is not None and (method not in KNOWN or getattr(config, "quantization_config", None) is None):
         raise ConfigError(
@@ -150,9 +178,8 @@ def _require_quantizer(config: Any, files: Checkpoint, family: ModelFamily) -> N
         )
 
 
-def _packed_outside(files: Checkpoint, family: ModelFamily) -> bool:
+def _packed_outside(files: Checkpoint, family: ModelFamily, numbers: list[int]) -> bool:
     """Returns whether anything but the MoE blocks is packed, and so needs transformers' own quantizer."""
-    numbers = family.moe_layers(files.config)
     inside = tuple(f"{block.format(number)}." for block in family.blocks for number in numbers)
     return any(
         info.dtype not in _PLAIN or name.endswith(_PACKED)

@@ -17,7 +17,7 @@ from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, al
 from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.agreement import Place, agreement_of
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
-from eprt.integrations.transformers.load import Placeholder, find_checkpoint
+from eprt.integrations.transformers.load import Placeholder, block_at, find_checkpoint
 from eprt.integrations.transformers.spread import spread
 from eprt.layer import ExpertParallelMoE
 from eprt.models import LayerParts, ModelFamily, build_layer, family_for, has_family, load_layer
@@ -120,9 +120,10 @@ def _replace_block(
     parts = load_on_all_ranks(world, lambda: load_layer(source, number, world.parallel, world.rank, placement), number)
     layer = build_layer(parts, world, with_layer_graphs(runtime, parts, Device.of(world.device)))
     family = family_for(_config_of(model))
-    parent, _, name = parts.module_path.rpartition(".")
+    path = family.module_path(number)  # the files may nest the text model deeper
+    parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, MoEBlock(layer, family.returns_scores, _dtype_of(model)))
-    source.forget(f"{parts.module_path}.")
+    source.forget(f"{path}.")
     return layer
 
 
@@ -191,7 +192,7 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
     paths = [family.module_path(number) for number in family.moe_layers(config)]
     if not paths:
         raise ConfigError(f"the {config.get('model_type')} model has no MoE layers")
-    blocks = [_block(model, path) for path in paths]
+    blocks = [block_at(model, path) for path in paths]
     _require_loaded(model, paths, blocks, checkpoint)
     lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
     place = checkpoint if checkpoint is not None or not lean else lean[0]
@@ -254,13 +255,6 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     if config is None:
         raise ConfigError(f"{type(model).__name__} has no config: expected a transformers model")
     return json.loads(config.to_json_string(use_diff=False))
-
-
-def _block(model: nn.Module, path: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError as error:
-        raise ConfigError(f"{type(model).__name__} has no module {path}: expected the model with its head") from error
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -34,12 +34,13 @@ class Outcome:
 def continue_families(
     context: RankContext, names: list[str], folder: str, prompts: list[list[list[int]]]
 ) -> dict[str, Outcome]:
-    """Each folder of transformers in turn: rank r continues `prompts[r]`. Checkpoints lie in `folder`, by name."""
+    """Each folder of transformers in turn: rank r continues `prompts[r]`. Checkpoints lie in `folder`, by name; of
+    `name:text` the text model alone is loaded."""
     world = context.world(timeout_s=BEHIND_S)
     found: dict[str, Outcome] = {}
     for name in names:
         try:
-            found[name] = _continue(name, f"{folder}/{name}", prompts[context.rank], world)
+            found[name] = _continue(name, folder, prompts[context.rank], world)
         except Exception as error:  # noqa: BLE001  the other families go on
             places = [f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
             found[name] = Outcome([], [], error=f"{type(error).__name__}: {error} ({', '.join(places[-3:])})")
@@ -47,11 +48,14 @@ def continue_families(
 
 
 def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> Outcome:
+    from transformers import AutoModelForCausalLM
+
     from eprt.integrations.transformers import generate, load_without_experts, lockstep, parallelize
 
-    kind = tiny_families.model_class(name)
+    name, _, text = name.partition(":")
+    kind, folder = None if text else tiny_families.model_class(name), f"{folder}/{name}"
     with _together():
-        whole = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        whole = (kind or AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
         expected = [alone(whole, prompt) for prompt in prompts]
         model = load_without_experts(folder, dtype=torch.float32, model_class=kind).eval()
     layers = parallelize(model, world, RUNTIME)
