@@ -59,7 +59,7 @@ def test_options_are_runtime_configs_fields(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found.dispatcher, found.max_tokens_per_rank) == ("none", 4096)
     for text, message in (
         ("{", "is no JSON"),
-        ("[]", "expected placement, strict, or fields of RuntimeConfig"),
+        ("[]", "expected placement, strict, all_to_all, or fields of RuntimeConfig"),
         ('{"dispatch": "none"}', "'dispatch'"),
         ('{"all_to_all": 1}', "expected true or false"),
     ):
