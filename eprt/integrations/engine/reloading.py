@@ -18,6 +18,7 @@ import torch
 
 from eprt.errors import CheckpointError
 
+MATRICES = ("_weight", "_weight_packed", "_qweight")  # ends of their names: no expert is whole without them
 WHOLE = -1  # in place of an expert's number: a loader that isn't told of experts fills all of them
 
 
@@ -27,10 +28,14 @@ class Received:
     Args:
         name: the engine's name of the layer.
         num_experts: L, the experts that this rank loads.
+
+    Attributes:
+        matrices: the parameters that a load brings in any case.
     """
 
     def __init__(self, name: str, num_experts: int) -> None:
         self._name, self.num_experts = name, num_experts
+        self.matrices: set[str] = set()
         self._parts: dict[int, set[tuple[str, str]]] = defaultdict(set)  # expert -> (parameter, shard)
         self._expected: set[tuple[str, str]] = set()  # of each expert, by the first load that named any
 
@@ -53,7 +58,9 @@ class Received:
         whole = {name for name, _ in self._parts.get(WHOLE, set())}  # stands for all of the parameter's shards
         every = {e: parts for e, parts in self._parts.items() if e != WHOLE}
         every = every or {e: set() for e in range(self.num_experts)}
-        expected = {part for part in self._expected or max(every.values(), key=len) if part[0] not in whole}
+        absent = {(name, "") for name in self.matrices if not self.of(name)}
+        expected = self._expected or max(every.values(), key=len) | absent  # a first load may be a part itself
+        expected = {part for part in expected if part[0] not in whole}
         if lacking := {e: expected - parts for e, parts in every.items() if expected - parts}:
             expert, parts = next(iter(lacking.items()))
             missing = ", ".join(sorted(f"{name} ({shard})" if shard else name for name, shard in parts))

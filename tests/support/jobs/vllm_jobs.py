@@ -182,6 +182,9 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         layer, other = (loaded(vllm, context, "model.layers.3.mlp.experts") for _ in range(2))
         at = [t.data_ptr() for t in layer.quant_method.eprt.layer.executor.slot_tensors().values()]
         outputs = [applied(layer, context.rank)]
+        load(other, 1, parts="w2")  # nothing was loaded by name before, as with `--load-format dummy`
+        first = message(vllm.state.before_step)
+        load(other, 1)
         reload_layerwise(layer, 1)
         outputs.append(applied(layer, context.rank))
         load(layer, 2)
@@ -205,6 +208,7 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         built = layer.quant_method.eprt.layer
         return found | {
             "outputs": outputs,
+            "first": first,
             "stayed": at == [t.data_ptr() for t in built.executor.slot_tensors().values()],
             "freed": freed + sum(p.numel() for p in (*layer.parameters(), *other.parameters())),
         }
