@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -128,6 +128,15 @@ def test_experts_follow_what_is_hot_while_vllm_steps(pools, redundant: int) -> N
         in_order = [0, 1, 2, 3, EMPTY, EMPTY, 4, 5, 6, 7, EMPTY, EMPTY] if redundant else [1, 0, 2, 3, 4, 5, 6, 7]
         assert found["first"] == (tuple(in_order),) * 2
     assert (first["changes"], first["moved"]) == (second["changes"], second["moved"])
+
+
+def test_balancing_that_finds_no_expert_parallel_layer_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    for spread in (True, False):
+        state = PluginState(balancing=Mock())
+        state.bindings.append(Mock(expert_parallel=spread))
+        with patch("eprt.integrations.engine.state.describe", return_value=""):
+            state.report()
+        assert ("nothing balances experts" in caplog.text) != spread
 
 
 def test_experts_that_do_not_divide_stay_with_vllm(pools) -> None:
