@@ -59,13 +59,20 @@ def test_options_are_runtime_configs_fields(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found.dispatcher, found.max_tokens_per_rank) == ("none", 4096)
     for text, message in (
         ("{", "is no JSON"),
-        ("[]", "expected placement, strict, or fields of RuntimeConfig"),
+        ("[]", "expected placement, strict, all_to_all, or fields of RuntimeConfig"),
         ('{"dispatch": "none"}', "'dispatch'"),
         ('{"all_to_all": 1}', "expected true or false"),
     ):
         monkeypatch.setenv("EPRT_SGLANG", text)
         with pytest.raises(ConfigError, match=message):
             supported.options()
+
+
+@pytest.mark.parametrize(("given", "invariant"), [({}, True), ({"batch_invariant": False}, False)])
+def test_deterministic_inference_is_batch_invariant(given: dict[str, Any], invariant: bool) -> None:
+    args = arguments(enable_deterministic_inference=True)
+    assert supported.runtime_config(args, given, all_to_all=True).batch_invariant is invariant
+    assert not supported.runtime_config(arguments(), {}, all_to_all=True).batch_invariant
 
 
 def test_capacity_is_the_largest_batch_of_a_rank() -> None:
@@ -95,6 +102,9 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"enable_memory_saver": True}, "--enable-memory-saver"),
     ({"dwdp_size": 2}, "--dwdp-size"),
     ({"kt_weight_path": "folder"}, "--kt-weight-path"),
+    ({"load_format": "presharded"}, "--load-format presharded"),
+    ({"weight_cache_mode": "client"}, "--weight-cache-mode client"),
+    ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap"),
     ({"enable_torch_compile": True}, "--enable-torch-compile"),
     ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))}, "--disable-prefill-cuda"),
 ]
@@ -306,6 +316,16 @@ def test_padding_and_other_ranks_experts_are_sent_to_no_expert() -> None:
     assert marked.tolist() == [[0, 7], [8, 8], [3, 8]]
     own = ids[:1].int()
     assert known_ids(own, 8, marked=False).data_ptr() == own.data_ptr()  # no kernel in a decode step of one rank
+
+
+def test_experts_that_eprt_holds_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang asks every module for this before it saves or sends weights."""
+    state, layer = SglangState(), oss()
+    layer.named_parameters = lambda **_: []
+    binding = Mock(config=Mock(num_experts=8), world=Mock(parallel=Mock(ep_size=1)), expert_parallel=False)
+    monkeypatch.setattr(state, "bind", lambda _: binding)
+    hooks._layer_made(state, None, layer)
+    assert "eprt holds the experts" in layer._weight_export_error
 
 
 def test_layers_that_are_left_say_so_once_or_are_errors(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from support.jobs import vllm_jobs as jobs
 from support.ports import free_port
 from support.stand_ins.vllm import host
 
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.ranks import EXIT_S
 from eprt.integrations.vllm import register
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import balance_options
+from eprt.integrations.vllm.worker import watch_worker
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
@@ -71,14 +73,16 @@ def test_gates_of_layers_that_eprt_runs_are_eprts(pools) -> None:
 
 @pytest.mark.parametrize("placed", [False, True])
 def test_new_weights_come_into_a_layer_in_every_way_that_vllm_has(pools, placed: bool, tmp_path: Path) -> None:
-    """Layerwise reload, and a trainer's own `load_weights` into freed parameters: whole, single experts, one half."""
+    """Layerwise reload, and a trainer's own `load_weights` into freed parameters: whole, copied, single experts, one
+    half."""
     path = str(tmp_path / "placement.json") if placed else ""
     if placed:
         PlacementFile(jobs.E, 2, {3: (7, 6, 5, 4, 4, 0, 3, 2, 1, 0, 7, EMPTY)}).write(path)
     for rank, found in enumerate(pools(2).run(jobs.reloaded, path=path)):
         for number, output in enumerate(found["outputs"]):
             close(output, wanted(number, rank))
-        assert len(found["outputs"]) == (3 if placed else 5)
+        assert len(found["outputs"]) == (4 if placed else 6)
+        assert "a part wasn't loaded (local expert 0: w13_weight); load whole experts" in found["first"]
         assert found["stayed"]
         assert found["freed"] == 0
         if not placed:
@@ -101,6 +105,19 @@ def test_what_sleep_takes_comes_back_with_new_weights(pools, tmp_path: Path) -> 
         assert found["lost"] > 5
 
 
+def test_a_model_without_its_experts_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = Mock()
+    worker = type("Worker", (), {"save_sharded_state": lambda _, path: saves(path)})
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=worker))
+    state = PluginState()
+    watch_worker(state)
+    worker().save_sharded_state("dense")
+    state.built.append(Mock())
+    with pytest.raises(UsageError, match=r"experts of 1 layers, .*VLLM_PLUGINS=none"):
+        worker().save_sharded_state("experts")
+    saves.assert_called_once_with("dense")
+
+
 @pytest.mark.parametrize("redundant", [0, 4])
 def test_experts_follow_what_is_hot_while_vllm_steps(pools, redundant: int) -> None:
     """Two layers, one moved a step, by counts of all ranks; then new weights come to where the experts lie by now."""
@@ -115,6 +132,15 @@ def test_experts_follow_what_is_hot_while_vllm_steps(pools, redundant: int) -> N
     assert (first["changes"], first["moved"]) == (second["changes"], second["moved"])
 
 
+def test_balancing_that_finds_no_expert_parallel_layer_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    for spread in (True, False):
+        state = PluginState(balancing=Mock())
+        state.bindings.append(Mock(expert_parallel=spread))
+        with patch("eprt.integrations.engine.state.describe", return_value=""):
+            state.report()
+        assert ("nothing balances experts" in caplog.text) != spread
+
+
 def test_experts_that_do_not_divide_stay_with_vllm(pools) -> None:
     said = "8 experts and 1 redundant ones don't divide by 2 ranks"
     assert pools(2).run(jobs.undivided) == [{said: ["layers.0"]}] * 2
@@ -124,9 +150,9 @@ def test_experts_that_do_not_divide_stay_with_vllm(pools) -> None:
     ("given", "says"),
     [
         ({"window": 3}, "window"),
-        ({"window_size": 0}, "window_size: 0: expected"),
-        ({"log_balancedness": 1}, "log_balancedness: 1"),
-        (7, "expected window_size"),
+        ({"window_size": 0}, "window_size: 0: expected a number of at least 1$"),
+        ({"log_balancedness": 1}, "log_balancedness: 1: expected true or false$"),
+        (False, r"eplb: \['False'\]: expected window_size"),
     ],
 )
 def test_bad_options_of_balancing_are_named(given: Any, says: str) -> None:

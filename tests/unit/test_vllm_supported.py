@@ -68,6 +68,7 @@ TARGETS = "--enable-lora: .*--lora-target-modules that names projections of atte
     [
         ({"parallel_config__enable_eplb": True}, "cuda", SPLIT, "--enable-eplb"),
         ({"parallel_config__use_ubatching": True}, "cuda", SPLIT, "--enable-dbo"),
+        ({"load_config__load_format": "ipc_cache"}, "cuda", SPLIT, "--load-format ipc_cache"),
         ({"parallel_config__enable_elastic_ep": True}, "cuda", SPLIT, "--enable-elastic-ep"),
         ({"additional_config": {"decode_backend": "latency_specialized"}}, "cuda", SPLIT, "decode_backend"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", SPLIT, "--prefill-context-parallel-size"),
@@ -126,7 +127,7 @@ def test_options_are_runtime_configs_fields() -> None:
     assert (found.dispatcher, found.validate, found.executor) == ("none", "full", "auto")
     assert runtime_config(host(additional_config={"eprt": {"placement": "FILE"}}), 1) == runtime_config(host(), 1)
     for wrong in ({"dispatch": "none"}, {"max_tokens_per_rank": 5}, "none"):
-        with pytest.raises(ConfigError, match="expected placement, strict, or fields of RuntimeConfig"):
+        with pytest.raises(ConfigError, match="expected placement, strict, eplb, or fields of RuntimeConfig"):
             runtime_config(host(additional_config={"eprt": wrong}), 1)
     with pytest.raises(ConfigError, match="'yes': expected true or false"):
         runtime_config(host(additional_config={"eprt": {"strict": "yes"}}), 1)

@@ -42,14 +42,16 @@ class BalanceConfig:
     @classmethod
     def read(cls, given: object, where: str) -> BalanceConfig:
         """Reads an object of options. Raises ConfigError for other names or values."""
-        fields: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
+        fields: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {repr(given): None}
         if unknown := sorted(set(fields) - set(cls.__dataclass_fields__)):
             raise ConfigError(f"{where}: {unknown}: expected {', '.join(cls.__dataclass_fields__)}")
         for name, value in fields.items():
             least = 0 if name == "num_redundant_experts" else 1
-            right = isinstance(value, bool) if name == "log_balancedness" else type(value) is int and value >= least
+            right, wanted = type(value) is int and value >= least, f"a number of at least {least}"
+            if name == "log_balancedness":
+                right, wanted = isinstance(value, bool), "true or false"
             if not right:
-                raise ConfigError(f"{where}.{name}: {value!r}: expected a number of at least {least}, or true or false")
+                raise ConfigError(f"{where}.{name}: {value!r}: expected {wanted}")
         return cls(**fields)
 
     def first_placement(self, num_experts: int, parallel: ParallelConfig) -> ExpertPlacement:

@@ -12,7 +12,7 @@ import torch
 from eprt.errors import EprtError, UsageError
 from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
 from eprt.integrations.engine.ranks import redistribute
-from eprt.integrations.engine.reloading import Received, watch
+from eprt.integrations.engine.reloading import MATRICES, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
 from eprt.weights import ExpertWeights
@@ -32,6 +32,7 @@ class BoundLayer:
         """Notes the parameters that the method has just declared; with the engine's module, also what their loaders
         write from now on."""
         self.parameters = tuple(own)
+        self.received.matrices = {name for name in own if name.endswith(MATRICES)}
         mark_unset(layout, own)
         for name, parameter in own.items() if layer is not None else ():
             watch(layer, name, parameter, self.received, self._make_room)

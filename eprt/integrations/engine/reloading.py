@@ -14,8 +14,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from eprt.errors import CheckpointError
 
+MATRICES = ("_weight", "_weight_packed", "_qweight")  # ends of their names: no expert is whole without them
 WHOLE = -1  # in place of an expert's number: a loader that isn't told of experts fills all of them
 
 
@@ -25,10 +28,14 @@ class Received:
     Args:
         name: the engine's name of the layer.
         num_experts: L, the experts that this rank loads.
+
+    Attributes:
+        matrices: the parameters that a load brings in any case.
     """
 
     def __init__(self, name: str, num_experts: int) -> None:
         self._name, self.num_experts = name, num_experts
+        self.matrices: set[str] = set()
         self._parts: dict[int, set[tuple[str, str]]] = defaultdict(set)  # expert -> (parameter, shard)
         self._expected: set[tuple[str, str]] = set()  # of each expert, by the first load that named any
 
@@ -48,10 +55,12 @@ class Received:
         """
         if not self._parts:
             return list(range(self.num_experts))
-        whole = self._parts.get(WHOLE, set())
-        every = {e: parts | whole for e, parts in self._parts.items() if e != WHOLE}
-        every = every or dict.fromkeys(range(self.num_experts), whole)
-        expected = self._expected or max(every.values(), key=len)
+        whole = {name for name, _ in self._parts.get(WHOLE, set())}  # stands for all of the parameter's shards
+        every = {e: parts for e, parts in self._parts.items() if e != WHOLE}
+        every = every or {e: set() for e in range(self.num_experts)}
+        absent = {(name, "") for name in self.matrices if not self.of(name)}
+        expected = self._expected or max(every.values(), key=len) | absent  # a first load may be a part itself
+        expected = {part for part in expected if part[0] not in whole}
         if lacking := {e: expected - parts for e, parts in every.items() if expected - parts}:
             expert, parts = next(iter(lacking.items()))
             missing = ", ".join(sorted(f"{name} ({shard})" if shard else name for name, shard in parts))
@@ -78,9 +87,10 @@ class Received:
 
 
 def watch(layer: Any, name: str, parameter: Any, received: Received, room: Callable[[], None]) -> None:
-    """Replaces a parameter's loader by one that notes what it writes, and calls `room` where the parameter was freed.
+    """Replaces a parameter's loader, and its `copy_`, by ones that note what they write, and call `room` where the
+    parameter was freed. vLLM's gpt-oss in bf16 copies whole parameters and calls no loader.
 
-    The loader holds no reference to the layer: vLLM keeps loaders for as long as the layer lives.
+    They hold no reference to the layer: vLLM keeps loaders for as long as the layer lives.
     """
     loader: Any = getattr(parameter, "weight_loader", None)
     if loader is None:
@@ -88,6 +98,11 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
     signature, owner = inspect.signature(loader), weakref.ref(layer)
     bound = getattr(loader, "__self__", None) is layer
     function: Any = loader.__func__ if bound else loader
+
+    def written(target: Any, expert: int, shard: str) -> None:
+        if target.numel() == 0:
+            room()
+        received.add(name, expert, shard)
 
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -99,10 +114,17 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
             local = WHOLE if expert is None else own._map_global_expert_id_to_local_expert_id(expert)
             # Another rank's expert is not written. It may come when this rank's are in the layer and freed already.
             if expert is None or local >= 0:
-                if target.numel() == 0:
-                    room()
-                received.add(name, local, given.get("shard_id") or "")
+                written(target, local, given.get("shard_id") or "")
         return function(own, *args, **kwargs) if bound else function(*args, **kwargs)
 
     noted.__signature__ = signature  # type: ignore[attr-defined]
     parameter.weight_loader = noted
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        own: Any = owner()
+        target = getattr(own, name)
+        if not target.is_meta:
+            written(target, WHOLE, "")
+        return torch.Tensor.copy_(target, *args, **kwargs)
+
+    parameter.copy_ = copied

@@ -58,7 +58,7 @@ def checked_options(given: Any, where: str, own: str) -> dict[str, Any]:
     found = sorted(set(given) - {*_FIELDS, PLACEMENT, STRICT, own}) if isinstance(given, dict) else given
     if found or not isinstance(given, dict):
         raise ConfigError(
-            f"{where}: {found}; expected {PLACEMENT}, {STRICT}, or fields of RuntimeConfig: {sorted(_FIELDS)}"
+            f"{where}: {found}; expected {PLACEMENT}, {STRICT}, {own}, or fields of RuntimeConfig: {sorted(_FIELDS)}"
         )
     if not isinstance(strict := given.get(STRICT, False), bool):
         raise ConfigError(f"{where}.{STRICT}: {strict!r}: expected true or false")

@@ -207,7 +207,7 @@ class EngineState:
         if self.reports():
             self.report()
             if self.balancing is not None:
-                self.balancing.reports = True
+                self.balancing.reports = any(binding.expert_parallel for binding in self.bindings)
 
     @contextmanager
     def _timed(self, purpose: str) -> Iterator[None]:
@@ -225,6 +225,8 @@ class EngineState:
             self.logger.info("eprt: %s", describe(bindings, total))
         if count := sum(layer.router is not None for layer in self.built):
             self.logger.info("eprt: of %d layers the gate and the choice of experts are eprt's, too", count)
+        if self.balancing is not None and not any(binding.expert_parallel for binding in self.bindings):
+            self.logger.warning("eprt: nothing balances experts: no layer spreads them over ranks")
         for reason, names in self.fallbacks.items():
             self.logger.info("eprt: %d of %d MoE layers fall back to %s: %s", len(names), total, self.engine, reason)
         if self.spent:

@@ -17,6 +17,7 @@ from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason, requi
 
 _SRT = "sglang.srt."
 _LAYER = "layers.moe.fused_moe_triton.layer."
+EXPORT = "eprt holds the experts, which SGLang's export would lack: export from a server with SGLANG_PLUGINS=none"
 _SUMMED = "fuse_mlp_allreduce"  # SGLang's flag: what comes behind the block adds up its output
 
 
@@ -108,6 +109,7 @@ def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: An
     method, bound = layer.quant_method, BoundLayer(state, binding)
     bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(layer))
     layer.quant_method = adopted(method, EprtFusedMoEMethod, bound)
+    layer._weight_export_error = EXPORT  # which SGLang (since 0.5.23) asks for before it saves or sends weights
     if binding.expert_parallel:
         _keep_sums_whole()
 

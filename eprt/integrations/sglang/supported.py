@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +39,8 @@ ARCHITECTURES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM
 FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
 COMPRESSED = "compressed-tensors"
 DIALECTS = ("none", "fp8", "mxfp4", "modelopt", "modelopt_fp4", COMPRESSED)  # of `quant_method` in config.json
+# `--load-format`s whose experts come as SGLang's own methods leave them, and that keep what these leave.
+PREPARED = ("sharded_state", "presharded", "remote", "remote_instance", "expert_pack")
 RUNNERS = ("auto", "triton", "triton_kernel")  # others load weights in an order of their own
 
 
@@ -63,7 +64,8 @@ def require_supported(args: Any) -> None:
         return bool(getattr(args, name, None))
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    runner, a2a = args.moe_runner_backend, args.moe_a2a_backend
+    runner, a2a, loaded = args.moe_runner_backend, args.moe_a2a_backend, getattr(args, "load_format", "auto")
+    mode = getattr(args, "weight_cache_mode", "off")
     fall_back(
         [
             (device not in ("cuda", "cpu"), f"the device is {device}: eprt runs on CUDA, and on CPU for tests"),
@@ -81,6 +83,12 @@ def require_supported(args: Any) -> None:
             (has("enable_memory_saver"), "--enable-memory-saver takes the experts' memory away and loads it again"),
             (getattr(args, "dwdp_size", 1) > 1, "--dwdp-size moves experts while layers run"),
             (has("kt_weight_path"), "--kt-weight-path keeps experts on the CPU"),
+            (loaded in PREPARED, f"--load-format {loaded} has experts in the order of SGLang's own kernels"),
+            (mode != "off", f"--weight-cache-mode {mode} has experts in the order of SGLang's own kernels"),
+            (
+                getattr(args, "startup_weight_load_mode", "serial") != "serial",
+                "--startup-weight-load-mode overlap prepares experts before they are loaded",
+            ),
             (has("enable_torch_compile"), "--enable-torch-compile compiles the experts' call into its graph"),
             (_prefill_graphs(args), "CUDA graphs of prefill: --disable-prefill-cuda-graph gives the experts to eprt"),
         ]
@@ -103,7 +111,7 @@ def attention_dp(args: Any) -> int:
     return args.dp_size if args.enable_dp_attention else getattr(args, "attn_dp_size", 1)
 
 
-def all_to_all_reason(args: Any, given: Mapping[str, Any]) -> str:
+def all_to_all_reason(args: Any, given: dict[str, Any]) -> str:
     """Returns why eprt doesn't carry tokens between the ranks of these arguments, or "" where it does."""
     width = attention_dp(args)
     try:
@@ -122,7 +130,7 @@ def all_to_all_reason(args: Any, given: Mapping[str, Any]) -> str:
     return ""
 
 
-def _require_model(args: Any, given: Mapping[str, Any]) -> None:
+def _require_model(args: Any, given: dict[str, Any]) -> None:
     """Checks that every layer of the model will run: under an all-to-all none can be left to SGLang."""
     found = _model_config(args)
     names = found.get("architectures") or ["no architecture"]
@@ -155,7 +163,7 @@ def _require_model(args: Any, given: Mapping[str, Any]) -> None:
                     (dialect == "modelopt" and moe.weight_format == "fp8_tensor", "ModelOpt's FP8"),
                 ]
             )
-            runtime = with_low_precision(moe, runtime_with(given, 1024), given)
+            runtime = with_low_precision(moe, runtime_with(_invariant(args) | given, 1024), given)
             parallel = ParallelConfig(world_size=args.tp_size)
             choose(moe, parallel, runtime, Device.of(device), captured=device.type == "cuda", eager_flag=EAGER)
     except EprtError as error:
@@ -214,17 +222,22 @@ def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
     )
 
 
-def runtime_config(args: Any, given: Mapping[str, Any], *, all_to_all: bool) -> RuntimeConfig:
+def runtime_config(args: Any, given: dict[str, Any], *, all_to_all: bool) -> RuntimeConfig:
     """Returns settings with the largest batch of a rank as capacity, the rest from the options. Raises ConfigError.
 
-    Without an all-to-all SGLang gathers the tokens of all data-parallel ranks in front of the experts.
+    Without an all-to-all SGLang gathers the tokens of all data-parallel ranks in front of the experts. Under its switch
+    for deterministic inference the layers are batch-invariant, too.
     """
     phase = getattr(getattr(args, "cuda_graph_config", None), "decode", None)
     chunk = args.chunked_prefill_size or 0
     prefill = chunk if chunk > 0 else args.max_prefill_tokens
     most = max(prefill, args.max_running_requests or 0, getattr(phase, "max_bs", 0) or 0)
     gathered = 1 if all_to_all else attention_dp(args)
-    return runtime_with(given, most * gathered)
+    return runtime_with(_invariant(args) | given, most * gathered)
+
+
+def _invariant(args: Any) -> dict[str, Any]:
+    return {"batch_invariant": True} if getattr(args, "enable_deterministic_inference", False) else {}
 
 
 def captures_graphs(args: Any) -> bool:

@@ -17,6 +17,8 @@ from eprt.rounding import ceil_div
 
 OPTIONS = "eprt"  # key of `--additional-config`
 DECODE = "decode_backend"  # there, vLLM's own: DeepSeek-V4.1 and others bind the experts' kernels once layers are made
+# `--load-format`s whose experts come as vLLM's own kernels keep them, and aren't prepared again.
+PREPARED = ("sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache", "modelexpress")
 # Projections of attention, as vLLM's models name them.
 ATTENTION = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "qkv", "wqkv", "wo"),
@@ -48,13 +50,14 @@ def left_whole(config: Any, device_type: str) -> bool:
 
 
 def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[tuple[bool, str]]:
-    flags, model = config.parallel_config, config.model_config
+    flags, model, loaded = config.parallel_config, config.model_config, config.load_config.load_format
     return [
         (device_type not in ("cuda", "cpu"), f"the platform is {device_type}: eprt runs on CUDA, and on CPU for tests"),
         (
             device_type == "cpu" and not model.enforce_eager,
             "on CPU vLLM compiles the experts' call into its graph: --enforce-eager gives them to eprt",
         ),
+        (loaded in PREPARED, f"--load-format {loaded} brings experts in the order of vLLM's own kernels"),
         (flags.use_ubatching, "--enable-dbo runs two batches at once through one layer"),
         (
             (config.additional_config or {}).get(DECODE, "auto") != "auto",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
-from eprt.errors import UnsupportedError
+from eprt.errors import UnsupportedError, UsageError
 from eprt.experts.grouped import four_bit
 from eprt.experts.in_place import leaves
 from eprt.integrations.engine.state import EngineState
@@ -50,6 +51,8 @@ def watch_worker(state: EngineState) -> None:
     _surround(worker, "get_kv_cache_spec", before=after_loading)
     for name in ("execute_model", "execute_dummy_batch"):
         _surround(worker, name, before=before_step)
+    for name in ("save_sharded_state", "save_tensorized_model"):
+        _surround(worker, name, before=partial(_require_no_experts, state))
     _surround(worker, "sleep", before=before_sleep)
     _surround(worker, "wake_up", after=after_waking)
 
@@ -62,6 +65,15 @@ def watch_config(read: Callable[[Any], None]) -> None:
         read(worker.vllm_config)
 
     _surround(wrapper, "init_device", before=before_init)
+
+
+def _require_no_experts(state: EngineState, *_: Any, **__: Any) -> None:
+    """Raises UsageError before vLLM saves a model whose experts are eprt's: it leaves freed parameters out."""
+    if count := len(state.built):
+        raise UsageError(
+            f"eprt holds the experts of {count} layers, and what vLLM saves would lack them: save it from an engine "
+            "that runs with VLLM_PLUGINS=none"
+        )
 
 
 class Kept:

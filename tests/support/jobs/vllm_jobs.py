@@ -172,6 +172,12 @@ def reload_layerwise(layer: Any, number: int, chosen: Any = range(E)) -> None:
     load(layer, number, set(chosen) - set(own))
 
 
+def copy_whole(context: Any, layer: Any, number: int) -> None:
+    """What vLLM's gpt-oss in bf16 does: it calls no loader."""
+    for name, tensor in zip(("w13_weight", "w2_weight"), experts(number), strict=True):
+        layer.get_parameter(name).copy_(tensor[share(context)])
+
+
 def reloaded(context: Any, path: str = "") -> dict[str, Any]:
     """Outputs of a layer after each of some loads, in every way that vLLM has for them; then one that lacks a part."""
     options = config(additional_config={"eprt": {"placement": path}} if path else {})
@@ -179,6 +185,9 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         layer, other = (loaded(vllm, context, "model.layers.3.mlp.experts") for _ in range(2))
         at = [t.data_ptr() for t in layer.quant_method.eprt.layer.executor.slot_tensors().values()]
         outputs = [applied(layer, context.rank)]
+        load(other, 1, parts="w2")  # nothing was loaded by name before, as with `--load-format dummy`
+        first = message(vllm.state.before_step)
+        load(other, 1)
         reload_layerwise(layer, 1)
         outputs.append(applied(layer, context.rank))
         load(layer, 2)
@@ -186,12 +195,15 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         freed = layer.get_parameter("w13_weight").numel()
         vllm.state.before_step()
         outputs.append(applied(layer, context.rank))
+        copy_whole(context, layer, 3)
+        vllm.state.before_step()
+        outputs.append(applied(layer, context.rank))
         found: dict[str, Any] = {}
         if not path:
-            load(layer, 3, [0, 5])
+            load(layer, 4, [0, 5])
             vllm.state.before_step()
-            reload_layerwise(layer, 3, [1, 2, 6])
-            load(layer, 3, [3, 4, 7])
+            reload_layerwise(layer, 4, [1, 2, 6])
+            load(layer, 4, [3, 4, 7])
             vllm.state.before_step()
             outputs.append(applied(layer, context.rank))
             found = _lacking(vllm, layer)
@@ -199,6 +211,7 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         built = layer.quant_method.eprt.layer
         return found | {
             "outputs": outputs,
+            "first": first,
             "stayed": at == [t.data_ptr() for t in built.executor.slot_tensors().values()],
             "freed": freed + sum(p.numel() for p in (*layer.parameters(), *other.parameters())),
         }
@@ -277,11 +290,11 @@ def slept(context: Any, path: str) -> dict[str, Any]:
 
 def _lacking(vllm: Any, layer: Any) -> dict[str, str]:
     """What is heard of a load in which an expert of each rank lacks its up matrix; then a whole one comes."""
-    load(layer, 4, [e for e in range(E) if e % 4])
-    load(layer, 4, [0, 4], "w1 w2")
+    load(layer, 5, [e for e in range(E) if e % 4])
+    load(layer, 5, [0, 4], "w1 w2")
     found = {"lacking": message(vllm.state.before_step), "then": message(vllm.state.before_step)}
     found["call"] = message(lambda: applied(layer, 0))
-    load(layer, 4)
+    load(layer, 5)
     vllm.state.before_step()
     return found
 

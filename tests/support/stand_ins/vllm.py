@@ -224,6 +224,7 @@ def host(**changes: Any) -> Any:
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
             cudagraph_capture_sizes=[1, 2, 512],
         ),
+        load_config=SimpleNamespace(load_format="auto"),
         lora_config=None,
         weight_transfer_config=None,
         additional_config={},
