@@ -20,6 +20,7 @@ from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig,
 from eprt.errors import ConfigError, InputError, UnsupportedError
 from eprt.experts.in_place import write_slots, write_whole
 from eprt.placement import ExpertShard
+from eprt.quant import encode_payload
 from eprt.support import Device, Requirement, Support, refuse
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
 from eprt.weights import ExpertWeights
@@ -277,13 +278,14 @@ class PreparedExecutor(Executor):
         else:
             write_slots(self, weights, chosen)
 
-    def _try_flat(self, rows: int, choices: int, expert: int) -> None:
+    def _try_flat(self, rows: int, choices: int, expert: int, payload: PayloadFormat | None = None) -> None:
         """Makes every kind of call with `rows` FlatTokens whose choices all name `expert`, so that it is compiled."""
         ids = torch.full((rows, choices), expert, dtype=torch.int32, device=self.device)
         weights = torch.ones(rows, choices, dtype=torch.float32, device=self.device)
         for dtype, every_row in product((torch.bfloat16, torch.float32), (True, False)):
             hidden = torch.zeros(rows, self.config.hidden_size, dtype=dtype, device=self.device)
-            self(FlatTokens(Payload.plain(hidden), ids, weights, self.shard.num_experts, every_row))
+            given = Payload.plain(hidden) if payload is None else encode_payload(hidden, payload)
+            self(FlatTokens(given, ids, weights, self.shard.num_experts, every_row))
 
     def _even_tokens(self, rows: int, top_k: int | None) -> FlatTokens:
         """Returns bf16 zeros to warm up on. Top-k entries go round the experts; those beyond the model's hold none."""

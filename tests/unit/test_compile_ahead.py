@@ -10,6 +10,8 @@ import select
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -174,11 +176,12 @@ def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch, name, v
     assert os.environ[name] == value
 
 
-def an_executor():
+def an_executor(form="mxfp4", **runtime):
     """Of eight experts of gpt-oss, top-2; within `compiled_for` and `recording`."""
     ((config, _),) = kinds_of_layers(gpt_oss_config(1, 8, 2, 256, 128))
+    config = replace(config, weight_format=form)
     shard, weights = ExpertPlacement(8, ParallelConfig(1)).shard(0), random_experts(config, 8, torch.device("cpu"))
-    return TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat"))
+    return TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat", **runtime))
 
 
 def test_a_warm_up_keeps_no_memory_of_its_tokens():
@@ -194,15 +197,18 @@ def test_a_warm_up_keeps_no_memory_of_its_tokens():
     assert [each.shape for each in made if each.untyped_storage()._cdata not in weights and each.numel() > 256**2] == []
 
 
-def test_every_number_of_tokens_is_warmed_up():
-    """How the choices are sorted changes with their number within what one schedule of the GEMMs serves."""
+@pytest.mark.parametrize("payload", [None, "fp8_block"])
+@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "fp8_channel"])
+def test_every_number_of_tokens_is_warmed_up(form, payload):
+    """How the choices are sorted changes with their number within what one schedule of the GEMMs serves, and with
+    whether tokens come quantized."""
     sort_by_expert_triton._prepared_place.cache_clear()  # of other tests
     with compiled_for(SM90), recording() as found:
-        executor = an_executor()
+        executor = an_executor(form, payload=payload, low_precision_activations=form != "mxfp4")
         executor.warmup(4096)
         warmed = len(found)
-        for rows in range(1, 4096, 15):
-            executor._try_flat(rows, 2, 8)
+        for rows, came in product(range(1, 4096, 45), {None, payload}):
+            executor._try_flat(rows, 2, 8, came)
     assert [(rest.kernel.fn.__name__, rest.named) for rest in found[warmed:]] == []
 
 

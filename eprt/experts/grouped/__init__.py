@@ -116,11 +116,15 @@ class TritonGroupedExecutor(PreparedExecutor):
             rows = INVARIANT_ROWS
         return choose(self._pair, rows, hopper=self._hopper)
 
+    def _comes_quantized(self, hidden: Payload) -> bool:
+        """Tells whether tokens have the first GEMM's number format as they come, and it isn't bf16."""
+        return self._pair == "w8a8" and hidden.scale is not None and hidden.format == "fp8_block"
+
     def _rows(self, hidden: Payload, work: TileSchedule | None) -> Rows:
         """Tokens in the first GEMM's number format: the scheduled ones; None: all, in rows of whole 16 bytes."""
         from eprt.experts.grouped.launch import Rows, quantize_rows
 
-        if self._pair == "w8a8" and hidden.scale is not None and hidden.format == "fp8_block":
+        if self._comes_quantized(hidden):
             return Rows(aligned(hidden.data), hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous())
         plain = plain_hidden(hidden)
         if self._pair in FP8_PAIRS:
@@ -140,8 +144,8 @@ class TritonGroupedExecutor(PreparedExecutor):
         schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
         rows = self._rows(tokens.hidden, None)
-        quantized = rows.scale is not None and tokens.hidden.scale is None  # by the kernel before the sort
-        place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule), beside=quantized)
+        beside = self._pair in FP8_PAIRS and not self._comes_quantized(tokens.hidden)
+        place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule), beside=beside)
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, replace(rows, source=source), work, schedule, (N * K,), result)
         weighted_unpermute(result, place, tokens.weights, out, tokens.every_row_read)
@@ -193,6 +197,8 @@ class TritonGroupedExecutor(PreparedExecutor):
         for rows in sorted({min(max(count, 1), max_rows) for count in counts}):
             if form in (None, "flat"):
                 self._try_flat(rows, top_k or K, self.shard.num_experts)  # nothing is computed
+                if self.runtime.payload == "fp8_block":
+                    self._try_flat(rows, top_k or K, self.shard.num_experts, "fp8_block")
             if form in (None, "expert_major"):
                 self._try_expert_major(rows, valid=0)
 
