@@ -116,16 +116,16 @@ class TritonGroupedExecutor(PreparedExecutor):
             rows = INVARIANT_ROWS
         return choose(self._pair, rows, hopper=self._hopper)
 
-    def _comes_quantized(self, hidden: Payload) -> bool:
-        """Tells whether tokens have the first GEMM's number format as they come, and it isn't bf16."""
-        return self._pair == "w8a8" and hidden.scale is not None and hidden.format == "fp8_block"
+    def _own_scales(self, hidden: Payload) -> torch.Tensor | None:
+        """Returns the scales of tokens that come in the first GEMM's FP8, else None."""
+        return hidden.scale if self._pair == "w8a8" and hidden.format == "fp8_block" else None
 
     def _rows(self, hidden: Payload, work: TileSchedule | None) -> Rows:
         """Tokens in the first GEMM's number format: the scheduled ones; None: all, in rows of whole 16 bytes."""
         from eprt.experts.grouped.launch import Rows, quantize_rows
 
-        if self._comes_quantized(hidden):
-            return Rows(aligned(hidden.data), hidden.scale.reshape(-1, hidden.scale.shape[-1]).contiguous())
+        if (scales := self._own_scales(hidden)) is not None:
+            return Rows(aligned(hidden.data), scales.reshape(-1, scales.shape[-1]).contiguous())
         plain = plain_hidden(hidden)
         if self._pair in FP8_PAIRS:
             return quantize_rows(plain, work, self._gemms[0])
@@ -144,7 +144,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         schedule = self._schedule(N)
         first, L = self.shard.first_expert, self.shard.num_local_experts
         rows = self._rows(tokens.hidden, None)
-        beside = self._pair in FP8_PAIRS and not self._comes_quantized(tokens.hidden)
+        beside = self._pair in FP8_PAIRS and self._own_scales(tokens.hidden) is None
         place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule), beside=beside)
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, replace(rows, source=source), work, schedule, (N * K,), result)
