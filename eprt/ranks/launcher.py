@@ -28,17 +28,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.distributed import TCPStore
+from typing import TYPE_CHECKING, Any
 
 from eprt.errors import ConfigError, UsageError
 from eprt.ranks.process import Raised, RankContext, RankSetup, loaded_plugins, serve
 from eprt.ranks.scratch import Scratch
 from eprt.ranks.servers import server_of, start_servers
 from eprt.ranks.stacks import RankReport, WorldFailed, read_stack, state_of, tail
-from eprt.world.groups import SHARED_GPU
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 __all__ = ["RankContext", "RankReport", "WorldFailed", "WorldPool", "launch"]
 
@@ -109,6 +108,10 @@ class WorldPool:
         *,
         share_gpu: bool = False,
     ) -> None:
+        import torch
+
+        from eprt.world.groups import SHARED_GPU
+
         if size < 1:
             raise ConfigError(f"a world of {size} ranks: size must be at least 1")
         if device not in ("cpu", "cuda"):
@@ -191,6 +194,8 @@ class WorldPool:
 
     def _start(self) -> Path:
         """Starts the ranks; returns the world's folder."""
+        from torch.distributed import TCPStore
+
         # The parent owns the store, so its port is taken before any rank is told of it: no race for free ports. torch
         # would listen on every interface.
         listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size))

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eprt.errors import ConfigError, RankLost
-from eprt.world import World
+
+if TYPE_CHECKING:
+    from eprt.world import World
 
 _Kept = TypeVar("_Kept")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -69,6 +69,8 @@ class RankContext:
     def world(self, attention_tp_size: int = 1, moe_tp_size: int = 1, timeout_s: float = 60.0) -> World:
         """Returns the World of all ranks with these sizes. It is made on first use (collective), and kept while it is
         among the few that were used last; it is closed with what the cache holds of it."""
+        from eprt.world import World
+
         key = (attention_tp_size, moe_tp_size, timeout_s)
         found = self._worlds.get(key)
         if found is None or found.closed:
@@ -217,4 +219,6 @@ def _settle(setup: RankSetup) -> None:
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     os.environ.update(setup.environment)
+    import torch
+
     torch.set_num_threads(1)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from eprt.errors import EprtError, RankLost
 from eprt.ranks.process import Raised
-from eprt.world.process import state
 
 # Python files whose frames mean "waits for other ranks" (or for a kernel that does).
 _WAITING = ("/torch/distributed/", "/eprt/world/", "/torch/cuda/")
@@ -129,6 +128,8 @@ def find_failed_ranks(reports: Sequence[RankReport]) -> tuple[int, ...]:
 
 def state_of(pid: int) -> str:
     """Returns a process's state in words."""
+    from eprt.world.process import state  # brings torch, which this module and the launcher do without
+
     letter = state(pid)
     return _STATES.get(letter, letter or "gone")
 

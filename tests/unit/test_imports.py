@@ -141,8 +141,8 @@ def loaded_after(code: str) -> dict[str, float | list[str]]:
     return json.loads(done.stdout)
 
 
-def test_import_eprt_loads_neither_torch_nor_a_kernel_library() -> None:
-    modules = loaded_after("import eprt; out = {}")["modules"]
+def test_neither_eprt_nor_what_starts_ranks_loads_torch_or_a_kernel_library() -> None:
+    modules = loaded_after("import eprt, eprt.ranks.launcher; out = {}")["modules"]
     assert not set(modules) & {"torch", "numpy", *HEAVY}
 
 
