@@ -209,7 +209,7 @@ def summary(executor: TritonGroupedExecutor, rows: list[dict[str, Any]], ceiling
             continue
         best = min(pairs, key=lambda pair: sum(row["us"] for row in pair))
         total, mean = sum(row["us"] for row in best), tokens * config.top_k / config.num_experts
-        taken = choose(executor._pair, mean, hopper=True)
+        taken = choose(executor._pair, mean, config.hidden_size, hopper=True)
         cut = tokens, taken.m, taken.tail
         wanted = [(*cut, i, asdict(replace(tile, fallback=None))) for i, tile in enumerate((taken.first, taken.second))]
         names = ("tokens", "m", "tail", "gemm", "tile")

@@ -114,7 +114,7 @@ class TritonGroupedExecutor(PreparedExecutor):
         rows = num_tokens * self.config.top_k / self.shard.num_experts
         if self.runtime.batch_invariant and not (self._hopper and self._pair in ONE_ORDER):
             rows = INVARIANT_ROWS
-        return choose(self._pair, rows, hopper=self._hopper)
+        return choose(self._pair, rows, self.config.hidden_size, hopper=self._hopper)
 
     def _own_scales(self, hidden: Payload) -> torch.Tensor | None:
         """Returns the scales of tokens that come in the first GEMM's FP8, else None."""

@@ -113,6 +113,8 @@ BF16_DOWN_32 = replace(BF16_32, fallback=Tile(64, 128, 4, 4, 2, True, flatten=Tr
 # 256 weight rows share tokens where four consumers' registers hold the results of 64 tokens; of 128 tokens three's do.
 # A tail costs registers; it saves time where many experts have a few rows beyond a multiple of m.
 MXFP4_WS = Tile(256, 128, 5, 8, 1, swap=True, halvings=1, tma=True, warp_specialized=True)
+FOUR_BIT_16 = Tile(128, 128, 4, 4, 4, swap=True)
+FOUR_BIT_NARROW = Tile(64, 256, 3, 4, 4, swap=True, tma=True)
 MXFP4_LOW = replace(MXFP4_WS, stages=8, halvings=0, fallback=Tile(128, 128, 4, 4, 4, True, tma=True))
 MXFP4_32 = replace(MXFP4_WS, stages=6, fallback=Tile(128, 64, 5, 4, 4, True, halvings=1))
 MXFP4_64 = replace(MXFP4_WS, fallback=Tile(128, 64, 4, 4, 3, True, halvings=2, tma=True))
@@ -166,9 +168,11 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     ),
     # Searched for gpt-oss-120b's sizes.
     "w4a16": (
-        (0.5, Schedule(16, Tile(128, 256, 3, 4, 2, swap=True), Tile(64, 256, 3, 4, 4, swap=True))),
-        (2, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), Tile(64, 256, 3, 4, 4, swap=True, tma=True))),
-        (12, Schedule(16, Tile(128, 128, 4, 4, 4, swap=True), MXFP4_LOW, launch_dependents=True)),
+        # On an H200 gpt-oss-120b (EP 4) takes 43.9, 52.2 and 66.8 us at 8, 12 and 16 tokens, 45.4, 55.6 and 72.9 by a
+        # first tile of 128 x 256. A last round of programs in tiles half as wide changes 1% at most.
+        (0.4, Schedule(16, FOUR_BIT_NARROW, FOUR_BIT_NARROW)),
+        (2, Schedule(16, FOUR_BIT_16, FOUR_BIT_NARROW)),
+        (12, Schedule(16, FOUR_BIT_16, MXFP4_LOW, launch_dependents=True)),
         (40, Schedule(32, MXFP4_32, DOWN_32, tail=16, launch_dependents=True)),
         (80, Schedule(64, MXFP4_64, MXFP4_64, tail=16, launch_dependents=True)),
         (144, Schedule(128, MXFP4_128, DOWN_128, tail=16, launch_dependents=True)),
@@ -177,11 +181,16 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (ANY, Schedule(256, MXFP4_256, MXFP4_256, tail=32, launch_dependents=True)),
     ),
 }
-HOPPER["nv4a16"] = HOPPER["w4a16"]  # not searched: the same but for twice as many scales
-# As w4a16's but between 24 and 52 rows: for 11, 32, 43 and 171 rows (Kimi-K2's and Qwen3-30B-A3B's sizes) these were
-# the fastest of six to nine, or within 2% of them.
+# Not searched from one row on: the same but for twice as many scales.
+HOPPER["nv4a16"] = ((0.5, HOPPER["w4a16"][0][1]), *HOPPER["w4a16"][1:])
+# For 11, 32, 43 and 171 rows (Kimi-K2's and Qwen3-30B-A3B's sizes) these were the fastest of six to nine, or within 2%
+# of them. On an H200 Kimi-K2 (EP 8) takes 40.1, 48.3, 63.4 and 86.3 us at 3, 4, 8 and 12 tokens by the first, 48.6,
+# 55.7, 72.3 and 93.7 by the second; Qwen3-30B-A3B (EP 1) 31.2, 36.9 and 53.3 at 3, 4 and 8 for 29.5, 32.3 and 51.4.
+INT4_DEEP = 2049  # columns of the first matrix from which on the first serves at all
 HOPPER["i4a16"] = (
-    *HOPPER["w4a16"][:3],
+    (0.3, Schedule(16, FOUR_BIT_NARROW, FOUR_BIT_NARROW)),
+    (2, Schedule(16, FOUR_BIT_16, replace(FOUR_BIT_16, stages=3, tma=True))),
+    HOPPER["w4a16"][2],
     (24, HOPPER["w4a16"][3][1]),
     (52, Schedule(64, MXFP4_64, MXFP4_64, launch_dependents=True)),
     *HOPPER["w4a16"][4:],
@@ -250,9 +259,12 @@ ONE_ORDER: tuple[Pair, ...] = ("bf16", "w8a16", "w4a16", "i4a16")
 INVARIANT_ROWS = 24.0
 
 
-def choose(pair: Pair, rows: float, *, hopper: bool) -> Schedule:
-    """Returns the schedule for `rows` rows per expert."""
-    return next(schedule for limit, schedule in (HOPPER[pair] if hopper else AMPERE) if rows <= limit)
+def choose(pair: Pair, rows: float, cols: int, *, hopper: bool) -> Schedule:
+    """Returns the schedule for `rows` rows per expert of `cols` columns."""
+    known = HOPPER[pair] if hopper else AMPERE
+    if hopper and pair == "i4a16" and cols < INT4_DEEP:
+        known = known[1:]
+    return next(schedule for limit, schedule in known if rows <= limit)
 
 
 def limits(pair: Pair, *, hopper: bool) -> list[float]:
