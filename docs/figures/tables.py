@@ -239,7 +239,6 @@ def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
     return [*found, floor, line(f"{first} / floor", tokens, lambda n: f"{of[first, n]['ratio']:.2f}")]
 
 
-NEW_FORMATS = ("experts_int4_h200", "experts_fp8_channel_h200")
 NEW_FORMATS_H100 = ("experts_int4_h100", "experts_fp8_channel_h100")
 
 
@@ -449,7 +448,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": step,
     "experts": experts,
     "peers": lambda: peers((BASELINES,), floor=False),
-    "new_formats": lambda: peers(NEW_FORMATS, floor=True),
+    "int4": lambda: peers(("experts_int4_h200",), floor=True),
+    "fp8_channel": lambda: peers(("experts_fp8_channel_h200",), floor=True),
     "new_formats_h100": lambda: peers(NEW_FORMATS_H100, floor=True),
     "mxfp4_one_gpu": lambda: peers(("experts_gpt_oss_20b_h100",), floor=True),
     "fp8_blocks": lambda: peers(("experts_fp8_block_h200",), floor=True),
