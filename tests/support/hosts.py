@@ -108,9 +108,10 @@ class Host:
     def signal(self, number: int) -> None:
         """Sends a signal to the ranks of this host, not to what they are forked from."""
         assert self._agent is not None
-        below = descendants(self._agent.pid)
-        for pid in below[1:]:  # the first is the server itself, process 1 of this host
-            os.kill(pid, number)
+        pid = self._agent.pid
+        (server,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()  # process 1 of this host
+        for rank in descendants(int(server)):
+            os.kill(rank, number)
 
     def cable(self, plugged: bool) -> None:
         self.network.switched("ip", "link", "set", self.port, "up" if plugged else "down")
