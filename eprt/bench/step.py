@@ -205,6 +205,11 @@ def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE]) -> None:
         for layer, graphs in by_layer:
             layer.graphs = graphs if on else None
 
+    def idle() -> None:
+        """Runs the step of a rank without requests."""
+        for layer in layers:
+            layer(torch.empty(0, layer.config.input_size, dtype=torch.bfloat16, device=world.device))
+
     set_graphs(False)
     found.measure("eager")
     found.measure("in a step", found.in_a_step)
@@ -214,16 +219,10 @@ def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE]) -> None:
     set_graphs(True)
     found.measure("layer graphs", found.in_a_step)
     set_graphs(False)
-    example, idle = {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)}, partial(_idle, layers)
+    example = {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)}
     graphs = StepGraphs(world, layers, found.forward, example, buckets=tuple(found.batches), idle=idle)
     graphs.capture()
     found.measure("step graph", lambda token: graphs(len(token), token=token))
-
-
-def _idle(layers: list[ExpertParallelMoE]) -> None:
-    """Runs the step of a rank without requests."""
-    for layer in layers:
-        layer(torch.empty(0, layer.config.input_size, dtype=torch.bfloat16, device=layer.world.device))
 
 
 class _Measured:

@@ -10,11 +10,10 @@ from eprt.errors import ConfigError
 from eprt.models.base import FieldFamily, NestedText
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import Part
-from eprt.models.formats import ExpertNames, load_experts, load_linear
+from eprt.models.formats import ExpertNames, load_linear
 from eprt.models.hf_config import MAX_LAYERS, boolean, expect, integer, listed, num_layers, of_layer, real, where
-from eprt.placement import ExpertShard
 from eprt.routing.formulas import NORM_MIN
-from eprt.weights import ExpertWeights, LatentWeights
+from eprt.weights import LatentWeights
 
 
 class Qwen3Moe(FieldFamily):
@@ -126,12 +125,10 @@ class GraniteMoe(FieldFamily):
     def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         return Routing("topk_softmax")
 
-    def load_experts(self, checkpoint: Checkpoint, layer: int, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
-        block = self.block(checkpoint, layer)
-        if f"{block}.input_linear.weight" not in checkpoint:
-            return super().load_experts(checkpoint, layer, config, shard)
-        names = ExpertNames(block, self.aliases, self.linears)
-        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer, config.num_experts))
+    def expert_names(self, checkpoint: Checkpoint, block: str) -> ExpertNames:
+        if f"{block}.input_linear.weight" in checkpoint:
+            return ExpertNames(block, self.aliases, self.linears)
+        return super().expert_names(checkpoint, block)
 
 
 class HunyuanV1Moe(FieldFamily):

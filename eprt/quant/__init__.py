@@ -90,12 +90,7 @@ _DECODERS: dict[type[Matrix], Callable[[Any, int], torch.Tensor]] = {
 def decode(matrix: Matrix, parts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Returns the plain numbers [L, rows, cols] of a canonical matrix, computed in float32 and rounded once to `dtype`.
 
-    Args:
-        matrix: weights as `eprt.weights` describes them.
-        parts: 2 for [gate; up], which have scales of their own, else 1.
-
-    Raises:
-        ConfigError: the matrix type is unknown.
+    `parts` is 2 for [gate; up], which have scales of their own, else 1. Raises ConfigError for an unknown matrix type.
     """
     decoder = _DECODERS.get(type(matrix))
     if decoder is None:

@@ -62,12 +62,6 @@ def load_kernels() -> SimpleNamespace:
 class TrtllmFormat(ABC):
     """Prepared weights of one number format, and how its tokens are quantised.
 
-    Args:
-        kernels: the library.
-        weights: canonical, of this format.
-        activation: between the two matrices.
-        device: where the prepared tensors live.
-
     Attributes:
         entry: which pair of entry points of `load_kernels` takes it.
         hidden, intermediate: H and I as the kernels see them, rounded up with zero weights.
