@@ -181,6 +181,7 @@ class FieldFamily(ModelFamily):
     Attributes:
         num_experts, top_k, intermediate_size: fields of these sizes; the first that is set is taken.
         num_shared: the field that counts the shared experts, each as wide as a routed one; "" where there are none.
+        fixed_routing: how routers choose and weight experts, where the config doesn't say that.
         settings: fields that select other maths -> the only value that this family computes.
         bias, weight_on_input: see `MoEConfig`.
     """
@@ -189,6 +190,7 @@ class FieldFamily(ModelFamily):
     top_k: ClassVar[tuple[str, ...]] = ("num_experts_per_tok",)
     intermediate_size: ClassVar[tuple[str, ...]] = ("moe_intermediate_size",)
     num_shared: ClassVar[str] = ""
+    fixed_routing: ClassVar[Routing]
     settings: ClassVar[dict[str, object]] = {"hidden_act": "silu"}
     bias: ClassVar[bool] = False
     weight_on_input: ClassVar[bool] = False
@@ -218,9 +220,9 @@ class FieldFamily(ModelFamily):
         """Returns the activation of the routed and the shared experts."""
         return Activation()
 
-    @abstractmethod
     def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         """Returns how this layer's router chooses and weights experts."""
+        return self.fixed_routing
 
     def shared_expert(self, hf: dict[str, Any]) -> SharedExpert | None:
         """Returns the shared expert, or None if the layers have none."""
