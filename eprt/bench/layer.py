@@ -16,9 +16,8 @@ from eprt.bench.experts import SHAPES, random_experts, random_linear, random_rou
 from eprt.bench.report import Row, p50_p99
 from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, reason_of, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
-from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, EprtError, UnsupportedError
-from eprt.experts import EXECUTORS
+from eprt.graphs.recording import refusal
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import make_plan
@@ -130,7 +129,7 @@ def _measured(layer: ExpertParallelMoE, tokens: int) -> dict[str, list[float]]:
             calls[0]()
     found = {phase: times[WARM_ROUNDS:] for phase, times in phases.items()}
     found["layer"], found["by_hand"] = alternating(world, calls, ROUNDS)
-    if graph_safe(layer):
+    if world.device.type == "cuda" and not refusal(layer):
         for name, call in zip(("layer_graph", "by_hand_graph"), calls, strict=True):
             found[name] = samples(world, call, graph=True, rounds=20, repeats=5)
     return found
@@ -168,12 +167,6 @@ def _called_directly(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
             executor.run(sent.tokens, y)
         outputs.append(dispatcher.bring_back(y, sent.handle))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def graph_safe(layer: ExpertParallelMoE) -> bool:
-    """Says whether the layer's calls can be captured here."""
-    safe = DISPATCHERS[layer.plan.dispatcher].graph_safe and EXECUTORS[layer.plan.executor].graph_safe
-    return safe and layer.world.device.type == "cuda"
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------

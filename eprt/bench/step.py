@@ -8,7 +8,6 @@ make the same step on a StaticCache: one token a request, an explicit mask, logi
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -120,15 +119,9 @@ def _config_of(name: str, layers: int) -> dict[str, Any]:
     return published | {"num_hidden_layers": layers}
 
 
-def make_model(name: str, layers: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Returns (the model in bf16 with random weights on the device, the published config of its layers).
-
-    The config includes the number format of the experts.
-
-    Raises:
-        ConfigError: transformers isn't installed.
-    """
-    published = _config_of(name, layers)
+def make_model(published: dict[str, Any], device: torch.device) -> Any:
+    """Returns the model of a config.json in bf16, with random weights on the device. Raises ConfigError without
+    transformers."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -138,12 +131,7 @@ def make_model(name: str, layers: int, device: torch.device) -> tuple[Any, dict[
     config.dtype = torch.bfloat16
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.eval().requires_grad_(False)
-    said = json.loads(config.to_json_string(use_diff=False))
-    said.pop("quantization_config", None)
-    if "quantization_config" in published:
-        said["quantization_config"] = published["quantization_config"]
-    return model, said
+    return model.eval().requires_grad_(False)
 
 
 def measure_step(context: RankContext, case: StepCase) -> StepFound:
@@ -151,8 +139,8 @@ def measure_step(context: RankContext, case: StepCase) -> StepFound:
     world = world_of(context)
     torch.manual_seed(world.rank)
     with torch.no_grad():
-        model, hf = make_model(case.model, case.layers, world.device)
-        family = family_for(hf)
+        hf = _config_of(case.model, case.layers)
+        model, family = make_model(hf, world.device), family_for(hf)
         paths = [family.module_path(number) for number in family.moe_layers(hf)]
         found = _Measured(model, world, case, [model.get_submodule(path) for path in paths])
         found.measure("transformers")
@@ -205,6 +193,11 @@ def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE]) -> None:
         for layer, graphs in by_layer:
             layer.graphs = graphs if on else None
 
+    def idle() -> None:
+        """Runs the step of a rank without requests."""
+        for layer in layers:
+            layer(torch.empty(0, layer.config.input_size, dtype=torch.bfloat16, device=world.device))
+
     set_graphs(False)
     found.measure("eager")
     found.measure("in a step", found.in_a_step)
@@ -214,16 +207,10 @@ def _measure_ours(found: _Measured, layers: list[ExpertParallelMoE]) -> None:
     set_graphs(True)
     found.measure("layer graphs", found.in_a_step)
     set_graphs(False)
-    example, idle = {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)}, partial(_idle, layers)
+    example = {"token": torch.zeros(1, 1, dtype=torch.int64, device=world.device)}
     graphs = StepGraphs(world, layers, found.forward, example, buckets=tuple(found.batches), idle=idle)
     graphs.capture()
     found.measure("step graph", lambda token: graphs(len(token), token=token))
-
-
-def _idle(layers: list[ExpertParallelMoE]) -> None:
-    """Runs the step of a rank without requests."""
-    for layer in layers:
-        layer(torch.empty(0, layer.config.input_size, dtype=torch.bfloat16, device=layer.world.device))
 
 
 class _Measured:

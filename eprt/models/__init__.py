@@ -17,7 +17,7 @@ from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.layer import ExpertParallelMoE
 from eprt.models import deepseek, families, gpt_oss
-from eprt.models.base import ModelFamily
+from eprt.models.base import ModelFamily as ModelFamily
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import where
 from eprt.placement import ExpertPlacement, ExpertShard
@@ -25,17 +25,6 @@ from eprt.routing import Router
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
 from eprt.world.agree import Header, exchange
-
-__all__ = [
-    "FAMILIES",
-    "LayerParts",
-    "ModelFamily",
-    "build_layer",
-    "family_for",
-    "has_family",
-    "load_layer",
-    "register_family",
-]
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     "gpt_oss": gpt_oss.GptOss,

@@ -14,7 +14,7 @@ from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import Part
 from eprt.models.formats import ExpertNames, load_experts, load_linear
 from eprt.models.hf_config import expect, flatten, integer, model_dtype, num_layers
-from eprt.models.schemes import Scheme, scheme_of
+from eprt.models.schemes import scheme_of
 from eprt.models.shards import require_finite
 from eprt.placement import ExpertShard
 from eprt.routing import Router, WeightRounding
@@ -77,13 +77,13 @@ class ModelFamily(ABC):
 
     def load_experts(self, checkpoint: Checkpoint, layer: int, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
         """Reads this rank's experts, and no other bytes, into canonical order."""
-        prefix = f"{self.block(checkpoint, layer)}.experts"
-        names = ExpertNames(prefix, self.aliases, self.stacked, self.transposed)
-        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer, config.num_experts))
+        names = self.expert_names(checkpoint, self.block(checkpoint, layer))
+        scheme = scheme_of(self.text_config(checkpoint.config), self.expert_modules(layer), config.num_experts)
+        return load_experts(checkpoint, names, config, shard, scheme)
 
-    def scheme(self, checkpoint: Checkpoint, layer: int, num_experts: int) -> Scheme:
-        """Returns how the layer's experts are stored. Raises ConfigError where not all of them are alike."""
-        return scheme_of(self.text_config(checkpoint.config), self.expert_modules(layer), num_experts)
+    def expert_names(self, checkpoint: Checkpoint, block: str) -> ExpertNames:
+        """Returns the names of the experts' tensors in this block of the checkpoint."""
+        return ExpertNames(f"{block}.experts", self.aliases, self.stacked, self.transposed)
 
     def load_router(self, checkpoint: Checkpoint, layer: int, config: MoEConfig) -> Router:
         """Reads the router in the model's dtype, its selection bias in float32, as transformers keeps them."""
@@ -181,6 +181,7 @@ class FieldFamily(ModelFamily):
     Attributes:
         num_experts, top_k, intermediate_size: fields of these sizes; the first that is set is taken.
         num_shared: the field that counts the shared experts, each as wide as a routed one; "" where there are none.
+        fixed_routing: how routers choose and weight experts, where the config doesn't say that.
         settings: fields that select other maths -> the only value that this family computes.
         bias, weight_on_input: see `MoEConfig`.
     """
@@ -189,6 +190,7 @@ class FieldFamily(ModelFamily):
     top_k: ClassVar[tuple[str, ...]] = ("num_experts_per_tok",)
     intermediate_size: ClassVar[tuple[str, ...]] = ("moe_intermediate_size",)
     num_shared: ClassVar[str] = ""
+    fixed_routing: ClassVar[Routing]
     settings: ClassVar[dict[str, object]] = {"hidden_act": "silu"}
     bias: ClassVar[bool] = False
     weight_on_input: ClassVar[bool] = False
@@ -218,9 +220,9 @@ class FieldFamily(ModelFamily):
         """Returns the activation of the routed and the shared experts."""
         return Activation()
 
-    @abstractmethod
     def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         """Returns how this layer's router chooses and weights experts."""
+        return self.fixed_routing
 
     def shared_expert(self, hf: dict[str, Any]) -> SharedExpert | None:
         """Returns the shared expert, or None if the layers have none."""

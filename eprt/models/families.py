@@ -10,11 +10,10 @@ from eprt.errors import ConfigError
 from eprt.models.base import FieldFamily, NestedText
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import Part
-from eprt.models.formats import ExpertNames, load_experts, load_linear
+from eprt.models.formats import ExpertNames, load_linear
 from eprt.models.hf_config import MAX_LAYERS, boolean, expect, integer, listed, num_layers, of_layer, real, where
-from eprt.placement import ExpertShard
 from eprt.routing.formulas import NORM_MIN
-from eprt.weights import ExpertWeights, LatentWeights
+from eprt.weights import LatentWeights
 
 
 class Qwen3Moe(FieldFamily):
@@ -60,10 +59,10 @@ class Qwen35MoeText(Qwen2Moe):
 
     blocks = ("model.layers.{}.mlp", "model.language_model.layers.{}.mlp")
 
-    moe_layers = FieldFamily.moe_layers
+    fixed_routing = Routing("softmax_topk", renormalize=True)
 
-    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        return Routing("softmax_topk", renormalize=True)
+    moe_layers = FieldFamily.moe_layers
+    routing = FieldFamily.routing
 
 
 class Qwen35Moe(NestedText, Qwen35MoeText):
@@ -82,9 +81,7 @@ class Mixtral(FieldFamily):
     router_weights = "float32"
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {"gate": ("w1",), "up": ("w3",), "down": ("w2",)}
     intermediate_size = ("intermediate_size",)
-
-    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        return Routing("softmax_topk", renormalize=True)
+    fixed_routing = Routing("softmax_topk", renormalize=True)
 
 
 class MiniMaxM2(Mixtral):
@@ -93,10 +90,8 @@ class MiniMaxM2(Mixtral):
     correction_biases = ("e_score_correction_bias",)
     float32_logits = False
     router_weights = "logits"
-
-    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        expect(hf, "scoring_func", "sigmoid")
-        return Routing("grouped_sigmoid", renormalize=True)
+    settings: ClassVar[dict[str, object]] = {"hidden_act": "silu", "scoring_func": "sigmoid"}
+    fixed_routing = Routing("grouped_sigmoid", renormalize=True)
 
 
 class Phimoe(Mixtral):
@@ -122,16 +117,12 @@ class GraniteMoe(FieldFamily):
         "up": ("input_linear.weight", 1, 2),
         "down": ("output_linear.weight", 0, 1),
     }
+    fixed_routing = Routing("topk_softmax")
 
-    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        return Routing("topk_softmax")
-
-    def load_experts(self, checkpoint: Checkpoint, layer: int, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
-        block = self.block(checkpoint, layer)
-        if f"{block}.input_linear.weight" not in checkpoint:
-            return super().load_experts(checkpoint, layer, config, shard)
-        names = ExpertNames(block, self.aliases, self.linears)
-        return load_experts(checkpoint, names, config, shard, self.scheme(checkpoint, layer, config.num_experts))
+    def expert_names(self, checkpoint: Checkpoint, block: str) -> ExpertNames:
+        if f"{block}.input_linear.weight" in checkpoint:
+            return ExpertNames(block, self.aliases, self.linears)
+        return super().expert_names(checkpoint, block)
 
 
 class HunyuanV1Moe(FieldFamily):
@@ -142,6 +133,7 @@ class HunyuanV1Moe(FieldFamily):
     num_experts = ("num_experts",)
     top_k = ("moe_topk",)
     intermediate_size = ("moe_intermediate_size", "intermediate_size")
+    fixed_routing = Routing("softmax_topk", renormalize=True)
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         expect(hf, "moe_layer_num_skipped", 0)
@@ -150,9 +142,6 @@ class HunyuanV1Moe(FieldFamily):
     def moe_config(self, hf: dict[str, Any], layer: int) -> MoEConfig:
         by_layer = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
         return super().moe_config(of_layer(hf, layer, *by_layer), layer)
-
-    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        return Routing("softmax_topk", renormalize=True)
 
     def shared_expert(self, hf: dict[str, Any]) -> SharedExpert:
         return SharedExpert(integer(hf, "intermediate_size") * integer(hf, "num_shared_expert", default=1, least=1))
@@ -168,6 +157,7 @@ class Ernie45Moe(FieldFamily):
     top_k = ("moe_k", "num_experts_per_tok")
     num_shared = "moe_num_shared_experts"
     settings: ClassVar[dict[str, object]] = {"hidden_act": "silu", "use_bias": False, "moe_norm_min": NORM_MIN}
+    fixed_routing = Routing("grouped_softmax", renormalize=True)
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         first = integer(hf, "moe_layer_start_index", default=1)
@@ -175,9 +165,6 @@ class Ernie45Moe(FieldFamily):
         step = integer(hf, "moe_layer_interval", default=1, least=1)
         end = num_layers(hf) if last == -1 else min(last + 1, num_layers(hf))
         return [layer for layer in range(first, end) if (layer + 1) % step == 0]
-
-    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        return Routing("grouped_softmax", renormalize=True)
 
 
 class Llama4Text(FieldFamily):
@@ -196,6 +183,7 @@ class Llama4Text(FieldFamily):
     num_experts = ("num_local_experts",)
     intermediate_size = ("intermediate_size",)
     weight_on_input = True
+    fixed_routing = Routing("topk_sigmoid", renormalize=False)
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
         named = listed(hf, "moe_layers", int)
@@ -203,9 +191,6 @@ class Llama4Text(FieldFamily):
             return [layer for layer in sorted(set(named)) if 0 <= layer < num_layers(hf)]
         step = integer(hf, "interleave_moe_layer_step", default=1, least=1)
         return list(range(step - 1, num_layers(hf), step))
-
-    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        return Routing("topk_sigmoid", renormalize=False)
 
     def shared_expert(self, hf: dict[str, Any]) -> SharedExpert:
         return SharedExpert(integer(hf, "intermediate_size"))

@@ -54,9 +54,7 @@ class Field:
     """One tensor of a matrix type.
 
     Attributes:
-        name: the matrix type's field.
         suffixes: the checkpoint's names for it, after the module's name.
-        dtypes: those it may be stored in.
         rows, cols: how much of the matrix one entry covers; rows 0 means one number for the whole part, cols 0 a whole
             row.
         accept: checks values and brings them to the canonical dtype.
@@ -81,7 +79,6 @@ class Claim:
     Attributes:
         shape: (rows, cols) of the whole matrix -> the tensor's.
         require: (values, where, (rows, cols)); raises CheckpointError.
-        optional: may be absent.
     """
 
     suffix: str
@@ -286,7 +283,6 @@ _STATIC_INPUT = Claim(
     "input_scale", _FLOATS, lambda rows, cols: (1,), lambda scale, where, _: positive_scale(scale, where), optional=True
 )
 _COMPRESSED: dict[WeightFormat, Stored] = {
-    **FORMATS,
     "nvfp4": Stored(
         Nvfp4,
         (

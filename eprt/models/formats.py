@@ -221,15 +221,12 @@ class MatrixReader:
     def _field(self, field: Field, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor:
         """Reads [L, rows of all parts, ...], or [L, parts] for a field of one number per part."""
         # All are found before memory is taken for all of them.
-        pieces = [[self._find(field, self.locate(e, part, field), extent) for part in parts] for e in self.experts]
-        out: torch.Tensor | None = None
-        for row, of_expert in enumerate(pieces):
-            for at, piece in enumerate(of_expert):
-                values = self._read(field, piece)
-                out = values.new_empty((len(pieces), len(parts), *values.shape)) if out is None else out
-                out[row, at] = values
-        if out is None:
-            raise ConfigError("this rank holds no experts: expected at least one")
+        places = [self._find(field, self.locate(e, part, field), extent) for e in self.experts for part in parts]
+        pieces = (self._read(field, *place) for place in places)
+        first = next(pieces)
+        out = first.new_empty((len(self.experts), len(parts), *first.shape))
+        for row, values in zip(out.flatten(0, 1), itertools.chain((first,), pieces), strict=True):
+            row.copy_(values)
         return out if field.rows == 0 else out.flatten(1, 2)
 
     def _find(self, field: Field, places: list[Location], extent: Extent) -> tuple[Location, Index]:
@@ -259,8 +256,7 @@ class MatrixReader:
         self.checkpoint.require(name, shape=shape, dtypes=field.dtypes)
         return place, index
 
-    def _read(self, field: Field, piece: tuple[Location, Index]) -> torch.Tensor:
-        place, index = piece
+    def _read(self, field: Field, place: Location, index: Index) -> torch.Tensor:
         where, values = self.checkpoint.where(place.name), self.checkpoint.read(place.name, index)
         if field.rows == 0:
             return field.accept(values.reshape(()), where)

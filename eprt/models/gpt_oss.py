@@ -32,14 +32,12 @@ class GptOss(FieldFamily):
     top_k = ("num_experts_per_tok", "experts_per_token")
     intermediate_size = ("intermediate_size",)
     bias = True
+    fixed_routing = Routing("topk_softmax")
 
     def activation(self, hf: dict[str, Any]) -> Activation:
         # The hub's configs give the limit but not alpha, which is a constant of the published model code.
         alpha, limit = real(hf, "swiglu_alpha", default=1.702), real(hf, "swiglu_limit", default=7.0)
         return Activation(alpha=alpha, beta=1.0, limit=limit)
-
-    def routing(self, hf: dict[str, Any], layer: int) -> Routing:
-        return Routing("topk_softmax")
 
     def load_experts(self, checkpoint: Checkpoint, layer: int, config: MoEConfig, shard: ExpertShard) -> ExpertWeights:
         if config.weight_format not in ("mxfp4", "bf16", "f32"):

@@ -1,7 +1,7 @@
 """The published config.json of well-known models: the fields that eprt and its benches read.
 
-`published.json` holds them, lists of modules as one pattern, and a model that differs from another only in some fields
-as those and the other's name, in `like`. gpt-oss-20b's is whole, because tiny checkpoints are made of it. `eprt explain
+`published.json` holds them, lists of modules as one pattern, and a model that differs from an earlier one only in some
+fields as those and the other's name, in `like`. gpt-oss's are whole: tiny checkpoints are made of them. `eprt explain
 --model NAME` and `eprt tune --model NAME` answer from it without any file of the model. Names are those of the Hugging
 Face repositories, in any case, without the organisation. A checkpoint's own config.json takes precedence.
 """
@@ -18,8 +18,9 @@ from eprt.errors import ConfigError
 from eprt.models import family_for
 from eprt.models.checkpoint import read_config
 
-_ROWS: dict[str, dict[str, Any]] = json.loads(resources.files("eprt.models").joinpath("published.json").read_text())
-MODELS = {name: _ROWS.get(row.pop("like", ""), {}) | row for name, row in _ROWS.items()}
+MODELS: dict[str, dict[str, Any]] = {}
+for _name, _row in json.loads(resources.files("eprt.models").joinpath("published.json").read_text()).items():
+    MODELS[_name] = MODELS.get(_row.pop("like", ""), {}) | _row
 
 
 def model_config(model: str | Path) -> dict[str, Any]:

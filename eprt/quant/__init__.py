@@ -32,20 +32,14 @@ from eprt.weights import (
 __all__ = ["decode", "decode_payload", "encode", "encode_payload"]
 
 
-def _encode_nvfp4(split: torch.Tensor) -> Nvfp4:
+def _encode_nvfp4(split: torch.Tensor) -> tuple[torch.Tensor, ...]:
     global_scale = blocks.nvfp4_global_scale(split.abs().amax((-2, -1)))
-    codes, scales = _join(*blocks.encode_nvfp4(split, global_scale[:, :, None, None]))
-    return Nvfp4(codes, scales, global_scale)
+    return *blocks.encode_nvfp4(split, global_scale[:, :, None, None]), global_scale
 
 
-def _encode_fp8_tensor(split: torch.Tensor) -> Fp8Tensor:
-    data, scale = blocks.encode_fp8_tensor(split)
-    return Fp8Tensor(data.flatten(1, 2), scale)
-
-
-def _encode_int4(split: torch.Tensor) -> Int4:
+def _encode_int4(split: torch.Tensor) -> tuple[torch.Tensor, ...]:
     cols = split.shape[-1]
-    return Int4(*_join(*blocks.encode_int4(split, cols if cols % INT4_GROUPS[0] else INT4_GROUPS[0])))
+    return blocks.encode_int4(split, cols if cols % INT4_GROUPS[0] else INT4_GROUPS[0])
 
 
 def _decode_nvfp4(matrix: Nvfp4, parts: int) -> torch.Tensor:
@@ -62,16 +56,16 @@ def _decode_fp8_block(matrix: Fp8Block, parts: int) -> torch.Tensor:
     return (data.float() * blocks.spread_blocks(_split(matrix.scale, parts), *data.shape[-2:])).flatten(1, 2)
 
 
-# float32 [L, parts, rows of a part, cols] -> a matrix of that format.
-_ENCODERS: dict[WeightFormat, tuple[type[Matrix], Callable[[torch.Tensor], Matrix]]] = {
-    "f32": (Dense, lambda split: Dense(*_join(split))),
-    "bf16": (Dense, lambda split: Dense(*_join(split.to(torch.bfloat16)))),
-    "mxfp4": (Mxfp4, lambda split: Mxfp4(*_join(*blocks.encode_mxfp4(split)))),
-    "mxfp8": (Mxfp8, lambda split: Mxfp8(*_join(*blocks.encode_mxfp8(split)))),
+# The matrix type, and float32 [L, parts, rows of a part, cols] -> its tensors [L, parts, ...].
+_ENCODERS: dict[WeightFormat, tuple[type[Any], Callable[[torch.Tensor], tuple[torch.Tensor, ...]]]] = {
+    "f32": (Dense, lambda split: (split,)),
+    "bf16": (Dense, lambda split: (split.to(torch.bfloat16),)),
+    "mxfp4": (Mxfp4, blocks.encode_mxfp4),
+    "mxfp8": (Mxfp8, blocks.encode_mxfp8),
     "nvfp4": (Nvfp4, _encode_nvfp4),
-    "fp8_tensor": (Fp8Tensor, _encode_fp8_tensor),
-    "fp8_block": (Fp8Block, lambda split: Fp8Block(*_join(*blocks.encode_fp8_block(split)))),
-    "fp8_channel": (Fp8Channel, lambda split: Fp8Channel(*_join(*blocks.encode_fp8_channel(split)))),
+    "fp8_tensor": (Fp8Tensor, blocks.encode_fp8_tensor),
+    "fp8_block": (Fp8Block, blocks.encode_fp8_block),
+    "fp8_channel": (Fp8Channel, blocks.encode_fp8_channel),
     "int4": (Int4, _encode_int4),
 }
 # (matrix, parts) -> its numbers [L, rows, cols]: float32, but for Dense.
@@ -90,12 +84,7 @@ _DECODERS: dict[type[Matrix], Callable[[Any, int], torch.Tensor]] = {
 def decode(matrix: Matrix, parts: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Returns the plain numbers [L, rows, cols] of a canonical matrix, computed in float32 and rounded once to `dtype`.
 
-    Args:
-        matrix: weights as `eprt.weights` describes them.
-        parts: 2 for [gate; up], which have scales of their own, else 1.
-
-    Raises:
-        ConfigError: the matrix type is unknown.
+    `parts` is 2 for [gate; up], which have scales of their own, else 1. Raises ConfigError for an unknown matrix type.
     """
     decoder = _DECODERS.get(type(matrix))
     if decoder is None:
@@ -107,27 +96,21 @@ def encode(format: WeightFormat, dense: torch.Tensor, parts: int) -> Matrix:
     """Makes a canonical matrix in `format` of plain numbers [L, rows, cols]; gate and up get scales of their own.
 
     Raises:
-        ConfigError: rows don't split into `parts`, cols aren't whole scale blocks, or the format is unknown.
+        ConfigError: rows don't split into `parts`, or cols aren't whole scale blocks.
     """
     _, rows, cols = dense.shape
-    if format not in _ENCODERS:
-        raise ConfigError(f"weight format {format!r} is unknown")
     kind, encoder = _ENCODERS[format]
     if rows % parts:
         raise ConfigError(f"{rows} rows can't be split into {parts} equal parts [gate; up]")
     if cols % kind.whole_columns:
         raise ConfigError(f"{format} needs columns in multiples of {kind.whole_columns}, the matrix has {cols}")
-    return encoder(_split(dense, parts).float())
+    encoded = encoder(_split(dense, parts).float())
+    return kind(*(tensor.flatten(1, 2) if tensor.dim() > 2 else tensor for tensor in encoded))  # [L, parts] stays
 
 
 def _split(tensor: torch.Tensor, parts: int) -> torch.Tensor:
     """Splits [L, parts * n, ...] into [L, parts, n, ...]. A view."""
     return tensor.unflatten(1, (parts, tensor.shape[1] // parts))
-
-
-def _join(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Undoes `_split` for each tensor."""
-    return [tensor.flatten(1, 2) for tensor in tensors]
 
 
 def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: torch.Tensor | None = None) -> Payload:
@@ -141,12 +124,10 @@ def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: to
             magnitude is then 6 * 448 = 2688, and values saturate there.
 
     Raises:
-        InputError: H doesn't fit the format, or the format is unknown.
+        InputError: H doesn't fit the format.
     """
     if format in ("f32", "bf16"):
         return Payload.plain(hidden.to(torch.float32 if format == "f32" else torch.bfloat16))
-    if format not in ("fp8_block", "nvfp4"):
-        raise InputError(f"payload format {format!r}: expected f32, bf16, fp8_block or nvfp4")
     encode_groups, encode_blocks = blocks.encode_fp8_groups, blocks.encode_nvfp4
     if hidden.is_cuda and hidden.dim() == 2:  # in one pass over the tokens
         from eprt.quant.payload_kernels import encode_fp8_rows as encode_groups

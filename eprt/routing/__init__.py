@@ -43,8 +43,6 @@ def route(
 
     Args:
         logits: [T, E], any float dtype: `F.linear(hidden, router.weight, router.bias)`.
-        routing: the method and its numbers.
-        top_k: K.
         correction_bias: [E], added to the scores for the choice alone (`grouped_sigmoid`, `grouped_softmax`,
             `sqrt_softplus`).
         token_ids: [T] integer vocabulary ids (`hash`).
@@ -94,15 +92,6 @@ def check_choice(routing: Routing, top_k: int, num_experts: int, correction_bias
         raise ConfigError(f"top_k {top_k} is larger than the {size * routing.topk_groups} experts of the chosen groups")
 
 
-def check_token_ids(token_ids: torch.Tensor, vocabulary: int) -> None:
-    """Raises InputError if an id lies outside [0, vocabulary). Synchronises a GPU."""
-    if token_ids.numel() == 0:
-        return
-    low, high = (int(v) for v in torch.aminmax(token_ids))
-    if low < 0 or high >= vocabulary:
-        raise InputError(f"token_ids span [{low}, {high}]: the hash table has rows [0, {vocabulary})")
-
-
 def _check_table(num_tokens: int, top_k: int, token_ids: torch.Tensor | None, token_table: torch.Tensor | None) -> None:
     if token_ids is None or token_table is None:
         missing = "token_ids" if token_ids is None else "token_table"
@@ -115,8 +104,10 @@ def _check_table(num_tokens: int, top_k: int, token_ids: torch.Tensor | None, to
         raise InputError(
             f"token_ids is {tuple(token_ids.shape)} {token_ids.dtype}: expected ({num_tokens},) int32 or int64"
         )
-    if token_ids.device.type == "cpu":
-        check_token_ids(token_ids, token_table.shape[0])
+    if token_ids.device.type == "cpu" and token_ids.numel():
+        low, high = (int(v) for v in torch.aminmax(token_ids))
+        if low < 0 or high >= token_table.shape[0]:
+            raise InputError(f"token_ids span [{low}, {high}]: the hash table has rows [0, {token_table.shape[0]})")
 
 
 class Router(nn.Module):

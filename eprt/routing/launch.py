@@ -18,35 +18,35 @@ from eprt.tokens import TopK, aligned
 MAX_EXPERTS = 1024  # a warp holds a token's scores, 32 a thread
 MAX_TOP_K = 64
 SHARED_BYTES = 200 << 10  # of an SM, for tiles in flight
+PROGRAMS = 132  # to aim at by split-K: one for each of an H200's SMs
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Tiling(NamedTuple):
-    """The router GEMM's tiling for up to `max_tokens` tokens: the tile's tokens, experts and columns, the number of
-    programs to aim at (by split-K), and each program's warps and pipeline stages."""
+    """The router GEMM's tiling for up to `max_tokens` tokens: the tile's tokens, experts and columns, and the warps and
+    pipeline stages of the program that computes it."""
 
     max_tokens: int
     block_t: int
     block_e: int
     block_h: int
-    programs: int
     warps: int
     stages: int
 
 
 # From sweeps over the shapes of `eprt bench router` and Nemotron-H's (512 experts, 22 a token) on one H200.
 TILINGS = (
-    Tiling(16, 16, 32, 512, 132, 4, 1),
-    Tiling(32, 32, 64, 512, 132, 8, 1),
-    Tiling(64, 64, 32, 128, 132, 4, 3),
-    Tiling(128, 64, 64, 128, 132, 4, 4),
-    Tiling(256, 64, 64, 128, 132, 4, 4),
-    Tiling(512, 64, 64, 128, 132, 4, 4),
-    Tiling(1024, 64, 64, 128, 132, 4, 4),
-    Tiling(2048, 64, 128, 128, 132, 4, 3),
-    Tiling(4096, 128, 128, 64, 132, 8, 4),
-    Tiling(8192, 128, 128, 64, 132, 8, 4),
-    Tiling(1 << 62, 128, 128, 64, 132, 8, 4),
+    Tiling(16, 16, 32, 512, 4, 1),
+    Tiling(32, 32, 64, 512, 8, 1),
+    Tiling(64, 64, 32, 128, 4, 3),
+    Tiling(128, 64, 64, 128, 4, 4),
+    Tiling(256, 64, 64, 128, 4, 4),
+    Tiling(512, 64, 64, 128, 4, 4),
+    Tiling(1024, 64, 64, 128, 4, 4),
+    Tiling(2048, 64, 128, 128, 4, 3),
+    Tiling(4096, 128, 128, 64, 8, 4),
+    Tiling(8192, 128, 128, 64, 8, 4),
+    Tiling(1 << 62, 128, 128, 64, 8, 4),
 )
 _MOST_TOKENS = [tiling.max_tokens for tiling in TILINGS]
 # Registers that let a warp have all pieces of a logit in flight; more warps a token were slower.
@@ -263,14 +263,14 @@ class LogitsGemm(NamedTuple):
 def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> LogitsGemm:
     """Returns the GEMM of this shape, compiled at the first call for it and shared by all layers' routers.
 
-    Its blocks are no larger than the weight. It splits H so often that there are about `tiling.programs` programs, and
+    Its blocks are no larger than the weight. It splits H so often that there are about PROGRAMS programs, and
     has as many pipeline stages as an SM's shared memory holds.
     """
     block_t, block_e = tiling.block_t, min(tiling.block_e, max(16, next_power_of_2(E)))
     block_h = min(tiling.block_h, max(16, next_power_of_2(H)))
     blocks = ceil_div(H, block_h)
     tiles = ceil_div(tiling.max_tokens, block_t) * ceil_div(E, block_e)
-    steps = ceil_div(blocks, max(1, min(tiling.programs // tiles, blocks)))
+    steps = ceil_div(blocks, max(1, min(PROGRAMS // tiles, blocks)))
     splits = ceil_div(blocks, steps)
     stage = (block_t + parts * block_e) * block_h * 2
     constants = {"E": E, "H": H, "PARTS": parts, "SPLITS": splits, "STEPS": steps}

@@ -11,7 +11,7 @@ Two kernel families, each with a weight layout of its own:
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -19,12 +19,12 @@ from eprt.activation import activated
 from eprt.config import TokenFormat
 from eprt.errors import ConfigError, InputError
 from eprt.experts.base import PreparedExecutor, merge_repeats
-from eprt.experts.blackwell.scales import GATED_ROWS, Nvfp4Factors, linear_nvfp4, nvfp4_matrix, nvfp4_stack
+from eprt.experts.blackwell.scales import GATED_ROWS, Nvfp4Factors, linear_nvfp4, nvfp4_stack
 from eprt.experts.blackwell.swizzle import mma_scale_view, swizzle_scales, widen
 from eprt.quant import decode_payload
 from eprt.rounding import round_up
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
-from eprt.weights import NVFP4_BLOCK, ExpertWeights
+from eprt.weights import NVFP4_BLOCK, ExpertWeights, Nvfp4
 
 ROWS = 128  # both GEMMs need a number of output rows that is a multiple of this (FlashInfer 0.7.2)
 
@@ -69,7 +69,7 @@ class _Experts:
     ) -> None:
         self._kernels, self._require_cold = kernels, executor.require_cold
         self._activation = activation = executor.config.activation
-        gate_up, down = nvfp4_matrix(weights.gate_up), nvfp4_matrix(weights.down)
+        gate_up, down = cast(Nvfp4, weights.gate_up), cast(Nvfp4, weights.down)
         share = contiguous and not activation.plain
         self._factors = Nvfp4Factors.from_matrices(gate_up, down, executor.device, shared=share)
         H, I = padded_size(weights, activation.parts)
@@ -277,7 +277,7 @@ class CuteDslExecutor(PreparedExecutor):
 
     def _prepare(self, weights: ExpertWeights) -> None:
         self._kernels, wanted = type(self).kernels or load_kernels(), self.runtime.token_format
-        calibrated = nvfp4_matrix(weights.gate_up).input_scale is not None
+        calibrated = cast(Nvfp4, weights.gate_up).input_scale is not None
         self._contiguous: ContiguousExperts | None = None
         self._masked: MaskedExperts | None = None
         if wanted in (None, "flat"):

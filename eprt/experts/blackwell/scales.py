@@ -21,11 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from eprt.errors import ConfigError
 from eprt.experts.blackwell.swizzle import swizzle_scales, widen
 from eprt.experts.padding import interleave_halves, pad_parts, stack_experts
 from eprt.tokens import Payload
-from eprt.weights import NVFP4_BLOCK, Matrix, Nvfp4
+from eprt.weights import NVFP4_BLOCK, Nvfp4
 
 GATED_ROWS = 64  # rows of up, then of gate, that CuteDSL's fused SwiGLU reads together
 
@@ -64,13 +63,6 @@ class Nvfp4Factors:
             return cls(*of_weights, None, None)
         largest = gate_up.input_scale.to(device).amax().view(1)
         return cls(*of_weights, largest, down.input_scale[:, 0].to(device, copy=True))
-
-
-def nvfp4_matrix(matrix: Matrix) -> Nvfp4:
-    """Narrows the type; raises ConfigError for another matrix."""
-    if not isinstance(matrix, Nvfp4):
-        raise ConfigError(f"{type(matrix).__name__} weights: expected Nvfp4")
-    return matrix
 
 
 def share_global_scale(scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:

@@ -28,17 +28,15 @@ class TrtllmGenExecutor(PreparedExecutor):
     local).
 
     Raises:
-        ConfigError: weights that the kernels' number formats don't cover, or missing input scales.
+        ConfigError: missing input scales.
     """
 
     kernels: ClassVar[SimpleNamespace | None] = None  # None: FlashInfer's, imported when an executor is built
 
     def _prepare(self, weights: ExpertWeights) -> None:
         self._kernels = type(self).kernels or load_kernels()
-        name = self.config.weight_format
-        if name not in FORMATS:
-            raise ConfigError(f"trtllm_gen takes {', '.join(FORMATS)} weights, not {name}")
-        self._format = FORMATS[name](self._kernels, weights, self.config.activation, self.device)
+        format = FORMATS[self.config.weight_format]
+        self._format = format(self._kernels, weights, self.config.activation, self.device)
         # ExpertMajorTokens reach this executor through an adapter, as L * M rows of one top-k entry.
         adapted = self.runtime.token_format == "expert_major"
         blocks = self.shard.num_local_experts if adapted else 1

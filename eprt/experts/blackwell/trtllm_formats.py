@@ -62,12 +62,6 @@ def load_kernels() -> SimpleNamespace:
 class TrtllmFormat(ABC):
     """Prepared weights of one number format, and how its tokens are quantised.
 
-    Args:
-        kernels: the library.
-        weights: canonical, of this format.
-        activation: between the two matrices.
-        device: where the prepared tensors live.
-
     Attributes:
         entry: which pair of entry points of `load_kernels` takes it.
         hidden, intermediate: H and I as the kernels see them, rounded up with zero weights.
@@ -94,7 +88,7 @@ class TrtllmFormat(ABC):
         return ROWS
 
     def fold_scales(self, gate_up: Any, down: Any) -> None:
-        """Keeps what a call needs of the second-level scales; raises ConfigError for what the kernels don't compute."""
+        """Keeps what a call needs of the second-level scales; raises ConfigError where the kernels lack one."""
 
     @abstractmethod
     def lay_out(self, own: Any, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -205,8 +199,6 @@ class Fp8TensorFormat(TrtllmFormat):
     entry = "fp8_tensor"
 
     def fold_scales(self, gate_up: Fp8Tensor, down: Fp8Tensor) -> None:
-        if not self.activation.plain:
-            raise ConfigError("trtllm_gen's per-tensor FP8 kernels have no alpha, beta or limit: use another executor")
         if gate_up.input_scale is None or down.input_scale is None:
             raise ConfigError("trtllm_gen's per-tensor FP8 kernels need the checkpoint's input_scale, which is missing")
         self.input = gate_up.input_scale.to(self.device).amax().view(1)
@@ -230,10 +222,6 @@ class Fp8BlockFormat(TrtllmFormat):
     """DeepSeek's FP8: 128 x 128 blocks of weights, 128 values of a token. Rows [up; gate], not shuffled."""
 
     entry = "fp8_block"
-
-    def fold_scales(self, gate_up: Fp8Block, down: Fp8Block) -> None:
-        if not self.activation.gated:
-            raise ConfigError("trtllm_gen's DeepSeek FP8 kernels compute gated experts only: use another executor")
 
     def lay_out(self, own: Fp8Block, parts: int, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
         gated = parts == 2

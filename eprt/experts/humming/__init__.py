@@ -110,7 +110,7 @@ class HummingExecutor(PreparedExecutor):
         out: torch.Tensor,
     ) -> None:
         """Runs both GEMMs and the activation between them on grouped rows."""
-        if cold := [gemm for gemm in (self._gate_up, self._down) if not gemm.is_compiled(gemm_type, expected)]:
+        if cold := [gemm for gemm in (self._gate_up, self._down) if gemm.table(gemm_type, expected) is None]:
             self.require_cold("compiling humming's GEMMs")
             _at_once([partial(gemm.compile, gemm_type, expected) for gemm in cold])
         wide = torch.empty(rows.shape[0], self._gate_up.out_features, dtype=torch.bfloat16, device=rows.device)

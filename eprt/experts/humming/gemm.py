@@ -219,7 +219,7 @@ class GroupedGemm:
         # input scale, zero point; sorted ids, expert ids, padded rows and top-k are of `indexed` alone; shapes and
         # dtypes follow from this class, so humming needn't check them.
         torch.ops.humming.launch_kernel.out(
-            *(self._table(gemm_type, expected_rows), inputs, *weights, input_scale, None, None),
+            *(self.table(gemm_type, expected_rows), inputs, *weights, input_scale, None, None),
             *(tensors.get("bias"), out, None, None, None),
             *(layout, self._stream_locks(), 1, expected_rows, False),
         )
@@ -232,10 +232,6 @@ class GroupedGemm:
             found = self._lock_sets[stream] = self._locks[len(self._lock_sets) % LOCK_SETS]
         return found
 
-    def is_compiled(self, gemm_type: GemmType, expected_rows: int) -> bool:
-        """Returns whether a call with this number of rows compiles nothing."""
-        return self._table(gemm_type, expected_rows) is not None
-
     def compile(self, gemm_type: GemmType, expected_rows: int) -> None:
         """Compiles the kernel for about `expected_rows` rows, which a call without a warm-up needs."""
         bucket = row_bucket(expected_rows, COLD_STEP)
@@ -246,7 +242,7 @@ class GroupedGemm:
         buckets = [1 << power for power in range(row_bucket(max_rows).bit_length())]
         self._tables[gemm_type, ANY_ROWS] = self._compile(gemm_type, buckets)
 
-    def _table(self, gemm_type: GemmType, expected_rows: int) -> torch.Tensor | None:
+    def table(self, gemm_type: GemmType, expected_rows: int) -> torch.Tensor | None:
         """Returns humming's table (rows from, to, kernel, CTAs) that holds the schedule for this number of rows; None:
         it isn't compiled."""
         table = self._tables.get((gemm_type, ANY_ROWS))
