@@ -96,9 +96,11 @@ def encode(format: WeightFormat, dense: torch.Tensor, parts: int) -> Matrix:
     """Makes a canonical matrix in `format` of plain numbers [L, rows, cols]; gate and up get scales of their own.
 
     Raises:
-        ConfigError: rows don't split into `parts`, or cols aren't whole scale blocks.
+        ConfigError: rows don't split into `parts`, cols aren't whole scale blocks, or the format is unknown.
     """
     _, rows, cols = dense.shape
+    if format not in _ENCODERS:
+        raise ConfigError(f"weight format {format!r} is unknown")
     kind, encoder = _ENCODERS[format]
     if rows % parts:
         raise ConfigError(f"{rows} rows can't be split into {parts} equal parts [gate; up]")
@@ -124,10 +126,12 @@ def encode_payload(hidden: torch.Tensor, format: PayloadFormat, global_scale: to
             magnitude is then 6 * 448 = 2688, and values saturate there.
 
     Raises:
-        InputError: H doesn't fit the format.
+        InputError: H doesn't fit the format, or the format is unknown.
     """
     if format in ("f32", "bf16"):
         return Payload.plain(hidden.to(torch.float32 if format == "f32" else torch.bfloat16))
+    if format not in ("fp8_block", "nvfp4"):
+        raise InputError(f"payload format {format!r}: expected f32, bf16, fp8_block or nvfp4")
     encode_groups, encode_blocks = blocks.encode_fp8_groups, blocks.encode_nvfp4
     if hidden.is_cuda and hidden.dim() == 2:  # in one pass over the tokens
         from eprt.quant.payload_kernels import encode_fp8_rows as encode_groups

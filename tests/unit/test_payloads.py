@@ -48,6 +48,8 @@ def test_nvfp4_payload_without_a_global_scale_uses_one_on_every_rank():
 def test_payload_refusals():
     with pytest.raises(InputError, match="isn't a multiple of 16"):
         encode_payload(torch.zeros(1, 24), "nvfp4")
+    with pytest.raises(InputError, match="expected f32, bf16, fp8_block or nvfp4"):
+        encode_payload(torch.zeros(1, 24), "int8")
     packed = encode_payload(torch.zeros(1, 32), "nvfp4")
     with pytest.raises(InputError, match="global_scale"):
         decode_payload(Payload(packed.data, "nvfp4", packed.scale))
