@@ -17,7 +17,7 @@ from support.cases.vllm_layouts import named
 from support.stand_ins.sglang import GPT_OSS, arguments, fused_moe, runner_config
 
 from eprt.config import Activation, MoEConfig
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
 from eprt.integrations.sglang.method import known_ids, output_scale
@@ -319,13 +319,19 @@ def test_padding_and_other_ranks_experts_are_sent_to_no_expert() -> None:
 
 
 def test_experts_that_eprt_holds_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang asks every module for this before it saves or sends weights."""
+    """SGLang 0.5.23 asks every module before it sends weights; no version's save would have the experts."""
     state, layer = SglangState(), oss()
     layer.named_parameters = lambda **_: []
     binding = Mock(config=Mock(num_experts=8), world=Mock(parallel=Mock(ep_size=1)), expert_parallel=False)
     monkeypatch.setattr(state, "bind", lambda _: binding)
     hooks._layer_made(state, None, layer)
     assert "eprt holds the experts" in layer._weight_export_error
+    save = Mock()
+    hooks._saved(state, save, "scheduler", path="dense")
+    state.bindings.append(binding)
+    with pytest.raises(UsageError, match="eprt holds the experts"):
+        hooks._saved(state, save, "scheduler", path="experts")
+    save.assert_called_once_with("scheduler", path="dense")
 
 
 def test_layers_that_are_left_say_so_once_or_are_errors(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from eprt.errors import UsageError
 from eprt.integrations.engine.bound import BoundLayer, adopted
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang.method import EprtFusedMoEMethod, pass_through
@@ -40,6 +41,8 @@ def install(state: SglangState) -> None:
     register("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
     register("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
     register("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
+    for save in ("save_sharded_model", "save_remote_model"):
+        register(f"managers.scheduler.Scheduler.{save}", partial(_saved, state))
     updater = "model_executor.model_runner_components.weight_updater."
     register(updater + "_unsupported_derived_weight_cache_error", partial(_update_refused, state))
 
@@ -109,7 +112,7 @@ def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: An
     method, bound = layer.quant_method, BoundLayer(state, binding)
     bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(layer))
     layer.quant_method = adopted(method, EprtFusedMoEMethod, bound)
-    layer._weight_export_error = EXPORT  # which SGLang (since 0.5.23) asks for before it saves or sends weights
+    layer._weight_export_error = EXPORT  # which SGLang (since 0.5.23) asks for before it sends weights
     if binding.expert_parallel:
         _keep_sums_whole()
 
@@ -163,6 +166,13 @@ def _update_refused(state: SglangState, original: Callable[..., str | None], *ar
     if not state.bindings:
         return original(*args, **kwargs)
     return "eprt holds the experts, whose weights SGLang can't update in place: start the server again with new ones"
+
+
+def _saved(state: SglangState, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Raises UsageError before SGLang saves a model whose experts are eprt's; its answer to who asked says so."""
+    if state.bindings:
+        raise UsageError(EXPORT)
+    original(*args, **kwargs)
 
 
 def _served(state: SglangState, original: Callable[..., None], scheduler: Any) -> None:

@@ -38,10 +38,10 @@ def _take_over(runner: Any, block: nn.Module | None) -> str:
         return ""
     inside = getattr(runner, "gate", None)
     gate = getattr(block, _CALL_GATE.get(type(block).__name__, ""), None) if inside is None else inside
+    if gate is None:
+        return ""
     padding = _padding(runner.routed_experts.quant_method)
-    choose = None
-    if gate is not None:
-        choose = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize, padding=padding)
+    choose = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize, padding=padding)
     if choose is None:
         return ""
     choice._compute_routing = choose

@@ -91,6 +91,12 @@ def own_runner() -> str:
     return next((name for name in tuple(sys.modules) if RUNNERS.match(name)), "")
 
 
+def makes_draft() -> bool:
+    """Returns whether the model that is being made is a draft of another, by the tag that vLLM compiles it under."""
+    tag = getattr(sys.modules.get("vllm.compilation.backends"), "model_tag", "")
+    return tag == "draft_model" or tag.endswith("_head")
+
+
 def moe_config(layer: Any, method: Any) -> MoEConfig:
     """Translates a RoutedExperts whose method was just made into eprt's config. Raises FallsBackToEngine."""
     weight_format, moe = _weight_format(layer, method), layer.moe_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -319,12 +320,15 @@ def tensor_parallel(context: Any, *, dense: bool) -> dict[str, Any]:
 
 
 def placed(context: Any, path: str) -> dict[str, Any]:
-    """A layer whose experts lie as the file says, though vLLM loads them in order; then layers that it doesn't fit."""
+    """A layer whose experts lie as the file says, though vLLM loads them in order; layers that it doesn't fit; then
+    those of drafts, which are in no file."""
     with plugin(context, config(additional_config={"eprt": {"placement": path}})) as vllm:
         layer = loaded(vllm, context, "model.layers.3.mlp.experts")
         output = applied(layer, context.rank)
         built = layer.quant_method.eprt.layer
-        return {
+        drafts = ("model.layers.48.mtp_block.mlp.experts", E), ("mtp.layers.3.mlp.experts", 16), ("mlp.experts", E)
+        tagged = {"vllm.compilation.backends": SimpleNamespace(model_tag="eagle_head")}
+        found = {
             "output": output,
             "slots": built.placement.slots,
             "held": built.placement.num_local_experts,
@@ -333,6 +337,10 @@ def placed(context: Any, path: str) -> dict[str, Any]:
             "no number": message(lambda: made(vllm, context, "mlp.experts")),
             "other experts": message(lambda: made(vllm, context, "model.layers.3.mlp.experts", num_experts=16)),
         }
+        with mock.patch.dict(sys.modules, tagged):
+            for name, count in drafts:
+                made(vllm, context, name, num_experts=count)
+        return found | {"drafts": [binding.placement for binding in vllm.state.bindings[1:]]}
 
 
 def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
