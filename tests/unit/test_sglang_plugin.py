@@ -275,6 +275,12 @@ def test_activations(change: dict[str, Any], wanted: Activation) -> None:
     assert activation_of(runner_config(**change)) == wanted
 
 
+def test_a_clamp_behind_silu_is_sglangs() -> None:
+    """Step-3.5's: a limit without an alpha."""
+    with pytest.raises(FallsBackToEngine, match="clamped behind SiLU"):
+        activation_of(runner_config(gemm1_clamp_limit=7.0))
+
+
 def test_the_routed_scaling_factor_is_applied_once() -> None:
     """By eprt where SGLang's runner would do so: on GPUs, unless the router or the model does."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
