@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.cases.packed_int4 import QUANT
 from support.cases.vllm_layouts import named
-from support.stand_ins.sglang import GPT_OSS, arguments, fused_moe, runner_config
+from support.stand_ins.sglang import GPT_OSS, TopK, arguments, fused_moe, runner_config
 
 from eprt.config import Activation, MoEConfig
 from eprt.errors import ConfigError, UsageError
@@ -22,7 +22,7 @@ from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
 from eprt.integrations.sglang.method import known_ids, output_scale
 from eprt.integrations.sglang.parameters import activation_of
-from eprt.integrations.sglang.state import SglangState
+from eprt.integrations.sglang.state import SglangState, name_of
 from eprt.models.published import MODELS
 from eprt.support import Device
 
@@ -233,6 +233,17 @@ def oss(**changes: Any) -> Any:
 def test_a_layers_maths() -> None:
     assert supported.moe_config(oss(), all_to_all=True) == MXFP4
     assert supported.moe_config(oss(), all_to_all=False).num_experts == 64  # this rank's
+
+
+def test_a_layer_that_is_not_told_its_top_k_has_its_routers() -> None:
+    """OLMoE's and Hunyuan's, whose blocks make the router first; the latter has no name either."""
+    untold, state = oss(top_k=None, layer_name="", layer_id=5), SglangState()
+    with pytest.raises(FallsBackToEngine, match="how many experts a token visits"):
+        supported.moe_config(untold, all_to_all=True, routed=state.top_k)
+    hooks._router_made(state, None, TopK(4, renormalize=False))
+    assert supported.moe_config(untold, all_to_all=True, routed=state.top_k) == MXFP4
+    assert name_of(untold) == "layers.5"
+    assert name_of(oss()) == "model.layers.0.mlp.experts"
 
 
 @pytest.mark.parametrize(

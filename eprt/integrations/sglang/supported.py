@@ -184,10 +184,13 @@ def _model_config(args: Any) -> dict[str, Any]:
         raise FallsBackToEngine(f"the model's {CONFIG} can't be read: {error}") from error
 
 
-def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
+def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> MoEConfig:
     """Translates a FusedMoE that was just made into eprt's config. Raises FallsBackToEngine.
 
     With an all-to-all the config is that of all ranks' experts, else of those that this rank has.
+
+    Args:
+        routed: K of the router that was made before it, for a layer that isn't told (OLMoE's, Hunyuan's).
     """
     config, method = layer.moe_runner_config, layer.quant_method
     fall_back(
@@ -200,12 +203,13 @@ def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
             (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
         ]
     )
-    part, top_k = layer.intermediate_size_per_partition, layer.top_k or 1
+    part, top_k = layer.intermediate_size_per_partition, layer.top_k or routed or 0
     found = layout_of(layer).weight_format(keeper_of(layer), part, layer.params_dtype)
     experts = layer.num_experts if all_to_all else layer.num_local_experts
     alternating = found == "fp8_block" and interleaved(config)
     fall_back(
         [
+            (top_k == 0, "SGLang doesn't say how many experts a token visits"),
             (top_k > experts, f"top-{top_k} of {experts} experts on a rank"),
             (alternating, "FP8 blocks over rows that alternate gate, up"),
         ]
