@@ -83,6 +83,9 @@ def require_supported(args: Any) -> None:
             (has("enable_memory_saver"), "--enable-memory-saver takes the experts' memory away and loads it again"),
             (getattr(args, "dwdp_size", 1) > 1, "--dwdp-size moves experts while layers run"),
             (has("kt_weight_path"), "--kt-weight-path keeps experts on the CPU"),
+            (has("cpu_offload_gb"), "--cpu-offload-gb keeps weights on the CPU"),
+            (getattr(args, "offload_group_size", -1) > 0, "--offload-group-size keeps weights on the CPU"),
+            (has("enable_pdmux"), "--enable-pdmux runs two batches at once through a layer"),
             (loaded in PREPARED, f"--load-format {loaded} has experts in the order of SGLang's own kernels"),
             (mode != "off", f"--weight-cache-mode {mode} has experts in the order of SGLang's own kernels"),
             (

@@ -63,6 +63,10 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
             (config.additional_config or {}).get(DECODE, "auto") != "auto",
             f"--additional-config {DECODE}: such decode steps run on the kernel object of vLLM's own methods",
         ),
+        (
+            _offloads(getattr(config, "offload_config", None)),
+            "--cpu-offload-gb, --offload-group-size: eprt would hold on the GPU what they keep on the CPU",
+        ),
         (flags.enable_elastic_ep, "--enable-elastic-ep changes the ranks of a running engine"),
         (
             flags.prefill_context_parallel_size > 1,
@@ -78,6 +82,11 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
             "--data-parallel-size cuts each expert over all ranks: --enable-expert-parallel gives them to eprt whole",
         ),
     ]
+
+
+def _offloads(offload: Any) -> bool:
+    """Returns whether an OffloadConfig keeps weights on the CPU."""
+    return offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0)
 
 
 def _lora_of_attention(lora: Any) -> bool:
