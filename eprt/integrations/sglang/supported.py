@@ -70,7 +70,11 @@ def require_supported(args: Any) -> None:
         [
             (device not in ("cuda", "cpu"), f"the device is {device}: eprt runs on CUDA, and on CPU for tests"),
             (a2a not in ("none", CARRIED), f"--moe-a2a-backend {a2a} carries the tokens"),
-            (runner not in RUNNERS, f"--moe-runner-backend {runner} keeps experts in an order of its own"),
+            (
+                runner not in RUNNERS,  # SGLang's own choice for some models: Nemotron-H, many on Blackwell
+                f"--moe-runner-backend {runner} keeps experts in an order of its own; triton, where SGLang has it for "
+                "them, leaves them to eprt",
+            ),
             (has("enable_eplb") or has("ep_num_redundant_experts"), "--enable-eplb moves experts that eprt holds"),
             (getattr(args, "init_expert_location", "trivial") != "trivial", "--init-expert-location orders experts"),
             (has("enable_two_batch_overlap"), "--enable-two-batch-overlap runs two batches at once through a layer"),
