@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import ClassVar
 
 import torch
@@ -282,10 +281,11 @@ class PreparedExecutor(Executor):
         """Makes every kind of call with `rows` FlatTokens whose choices all name `expert`, so that it is compiled."""
         ids = torch.full((rows, choices), expert, dtype=torch.int32, device=self.device)
         weights = torch.ones(rows, choices, dtype=torch.float32, device=self.device)
-        for dtype, every_row in product((torch.bfloat16, torch.float32), (True, False)):
+        for dtype in (torch.bfloat16, torch.float32):
             hidden = torch.zeros(rows, self.config.hidden_size, dtype=dtype, device=self.device)
             given = Payload.plain(hidden) if payload is None else encode_payload(hidden, payload)
-            self(FlatTokens(given, ids, weights, self.shard.num_experts, every_row))
+            for every_row in (True, False) if payload is None or dtype is torch.bfloat16 else ():  # encoded alike
+                self(FlatTokens(given, ids, weights, self.shard.num_experts, every_row))
 
     def _even_tokens(self, rows: int, top_k: int | None) -> FlatTokens:
         """Returns bf16 zeros to warm up on. Top-k entries go round the experts; those beyond the model's hold none."""

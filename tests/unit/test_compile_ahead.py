@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -209,6 +209,9 @@ def test_every_number_of_tokens_is_warmed_up(form, payload):
         warmed = len(found)
         for rows, came in product(range(1, 4096, 45), {None, payload}):
             executor._try_flat(rows, 2, 8, came)
+        with patch.object(executor, "run") as run:
+            executor._try_flat(1, 2, 8, payload)
+    assert run.call_count == (4 if payload is None else 2)  # by dtype, which packed tokens have no more
     assert [(rest.kernel.fn.__name__, rest.named) for rest in found[warmed:]] == []
 
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from support.cases.packed_int4 import QUANT
 from support.cases.vllm_layouts import named
-from support.stand_ins.sglang import GPT_OSS, arguments, fused_moe, runner_config
+from support.stand_ins.sglang import GPT_OSS, TopK, arguments, fused_moe, runner_config
 
 from eprt.config import Activation, MoEConfig
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
 from eprt.integrations.sglang.method import known_ids, output_scale
 from eprt.integrations.sglang.parameters import activation_of
-from eprt.integrations.sglang.state import SglangState
+from eprt.integrations.sglang.state import SglangState, name_of
 from eprt.models.published import MODELS
 from eprt.support import Device
 
@@ -89,7 +89,7 @@ def test_capacity_is_the_largest_batch_of_a_rank() -> None:
 FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"device": "xpu"}, "xpu"),
     ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend deepep"),
-    ({"moe_runner_backend": "marlin"}, "--moe-runner-backend marlin"),
+    ({"moe_runner_backend": "marlin"}, "--moe-runner-backend marlin .*; triton, .*, leaves them to eprt"),
     ({"enable_eplb": True}, "--enable-eplb"),
     ({"init_expert_location": "file.json"}, "--init-expert-location"),
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
@@ -102,6 +102,9 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"enable_memory_saver": True}, "--enable-memory-saver"),
     ({"dwdp_size": 2}, "--dwdp-size"),
     ({"kt_weight_path": "folder"}, "--kt-weight-path"),
+    ({"cpu_offload_gb": 4}, "--cpu-offload-gb"),
+    ({"offload_group_size": 4}, "--offload-group-size"),
+    ({"enable_pdmux": True}, "--enable-pdmux"),
     ({"load_format": "presharded"}, "--load-format presharded"),
     ({"weight_cache_mode": "client"}, "--weight-cache-mode client"),
     ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap"),
@@ -235,6 +238,17 @@ def test_a_layers_maths() -> None:
     assert supported.moe_config(oss(), all_to_all=False).num_experts == 64  # this rank's
 
 
+def test_a_layer_that_is_not_told_its_top_k_has_its_routers() -> None:
+    """OLMoE's and Hunyuan's, whose blocks make the router first; the latter has no name either."""
+    untold, state = oss(top_k=None, layer_name="", layer_id=5), SglangState()
+    with pytest.raises(FallsBackToEngine, match="how many experts a token visits"):
+        supported.moe_config(untold, all_to_all=True, routed=state.top_k)
+    hooks._router_made(state, None, TopK(4, renormalize=False))
+    assert supported.moe_config(untold, all_to_all=True, routed=state.top_k) == MXFP4
+    assert name_of(untold) == "layers.5"
+    assert name_of(oss()) == "model.layers.0.mlp.experts"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -273,6 +287,12 @@ def test_parts_of_tensor_parallelism_keep_scales_whole() -> None:
 )
 def test_activations(change: dict[str, Any], wanted: Activation) -> None:
     assert activation_of(runner_config(**change)) == wanted
+
+
+def test_a_clamp_behind_silu_is_sglangs() -> None:
+    """Step-3.5's: a limit without an alpha."""
+    with pytest.raises(FallsBackToEngine, match="clamped behind SiLU"):
+        activation_of(runner_config(gemm1_clamp_limit=7.0))
 
 
 def test_the_routed_scaling_factor_is_applied_once() -> None:
@@ -319,13 +339,19 @@ def test_padding_and_other_ranks_experts_are_sent_to_no_expert() -> None:
 
 
 def test_experts_that_eprt_holds_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang asks every module for this before it saves or sends weights."""
+    """SGLang 0.5.23 asks every module before it sends weights; no version's save would have the experts."""
     state, layer = SglangState(), oss()
     layer.named_parameters = lambda **_: []
     binding = Mock(config=Mock(num_experts=8), world=Mock(parallel=Mock(ep_size=1)), expert_parallel=False)
     monkeypatch.setattr(state, "bind", lambda _: binding)
     hooks._layer_made(state, None, layer)
     assert "eprt holds the experts" in layer._weight_export_error
+    save = Mock()
+    hooks._saved(state, save, "scheduler", path="dense")
+    state.bindings.append(binding)
+    with pytest.raises(UsageError, match="eprt holds the experts"):
+        hooks._saved(state, save, "scheduler", path="experts")
+    save.assert_called_once_with("scheduler", path="dense")
 
 
 def test_layers_that_are_left_say_so_once_or_are_errors(

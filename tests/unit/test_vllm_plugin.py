@@ -118,6 +118,29 @@ def test_a_model_without_its_experts_is_not_saved(monkeypatch: pytest.MonkeyPatc
     saves.assert_called_once_with("dense")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "launcher", "ranks", "forward"),
+    [(3, "mp", 2, True), (None, "mp", 2, True), (0, "mp", 2, False), (0, "external_launcher", 2, True),
+     (0, "external_launcher", 1, False)],
+)  # fmt: skip
+def test_steps_that_run_the_model_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tokens: int | None, launcher: str, ranks: int, forward: bool
+) -> None:
+    """A rank without work runs it in a dummy batch, or, behind an external launcher, in a step of no tokens."""
+    parallel = SimpleNamespace(distributed_executor_backend=launcher, data_parallel_size=ranks)
+    worker = type("Worker", (), {"execute_model": lambda *_: None, "execute_dummy_batch": lambda _: None})
+    worker.vllm_config = SimpleNamespace(parallel_config=parallel)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=worker))
+    state: Any = Mock()
+    watch_worker(state)
+    one: Any = worker()
+    if tokens is None:
+        one.execute_dummy_batch()
+    else:
+        one.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens))
+    state.before_step.assert_called_once_with(forward=forward)
+
+
 @pytest.mark.parametrize("redundant", [0, 4])
 def test_experts_follow_what_is_hot_while_vllm_steps(pools, redundant: int) -> None:
     """Two layers, one moved a step, by counts of all ranks; then new weights come to where the experts lie by now."""
@@ -219,6 +242,7 @@ def test_experts_lie_where_a_placement_file_says(pools, tmp_path: Path) -> None:
         assert found["no layer"].startswith("ConfigError: the placement file has no layer 4: it has 3")
         assert "a placement file can't say which it is" in found["no number"]
         assert found["other experts"].startswith("ConfigError: the placement file is for 8 experts, layer 3 has 16")
+        assert found["drafts"] == [None] * 3
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "mxfp4", "nvfp4", "fp8_block"])

@@ -46,6 +46,11 @@ def lora(*targets: str) -> dict[str, Any]:
     return {"lora_config": SimpleNamespace(target_modules=list(targets) or None)}
 
 
+def offload(gigabytes: float = 0.0, group: int = 0) -> dict[str, Any]:
+    sizes = {"uva": SimpleNamespace(cpu_offload_gb=gigabytes), "prefetch": SimpleNamespace(offload_group_size=group)}
+    return {"offload_config": SimpleNamespace(**sizes)}
+
+
 @pytest.mark.parametrize(
     ("changes", "device", "parallel"),
     [
@@ -54,6 +59,7 @@ def lora(*targets: str) -> dict[str, Any]:
         ({}, "cuda", ALONE),
         (lora("q_proj", "v_proj"), "cuda", SPLIT),  # of attention alone
         (lora("qkv_proj", "o_proj"), "cuda", SPLIT),
+        (offload(), "cuda", SPLIT),
     ],
 )
 def test_a_plain_host_is_welcome(changes: dict[str, Any], device: str, parallel: Any) -> None:
@@ -74,6 +80,7 @@ TARGETS = "--enable-lora: .*--lora-target-modules that names projections of atte
         ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", SPLIT, "--prefill-context-parallel-size"),
         *(({"lora_config": object()} | given, "cuda", SPLIT, TARGETS) for given in ({}, lora(), lora("experts"))),
         (lora("q_proj", "gate_proj"), "cuda", SPLIT, TARGETS),
+        *((offload(**size), "cuda", SPLIT, "--cpu-offload-gb") for size in ({"gigabytes": 4.0}, {"group": 8})),
         ({}, "cpu", SPLIT, "--enforce-eager"),
         ({}, "xpu", SPLIT, "xpu"),
         ({}, "cuda", CUT, "--enable-expert-parallel gives them to eprt whole"),

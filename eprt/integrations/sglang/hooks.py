@@ -7,12 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from eprt.errors import UsageError
 from eprt.integrations.engine.bound import BoundLayer, adopted
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang.method import EprtFusedMoEMethod, pass_through
 from eprt.integrations.sglang.parameters import layout_of
 from eprt.integrations.sglang.routing import take_over_gates
-from eprt.integrations.sglang.state import SglangState
+from eprt.integrations.sglang.state import SglangState, name_of
 from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason, require_supported
 
 _SRT = "sglang.srt."
@@ -38,8 +39,11 @@ def install(state: SglangState) -> None:
     register("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
     register(_LAYER + "create_moe_dispatcher", _dispatcher)
     register("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
+    register("layers.moe.topk.TopK.__init__", partial(_router_made, state), HookType.AFTER)
     register("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
     register("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
+    for save in ("save_sharded_model", "save_remote_model"):
+        register(f"managers.scheduler.Scheduler.{save}", partial(_saved, state))
     updater = "model_executor.model_runner_components.weight_updater."
     register(updater + "_unsupported_derived_weight_cache_error", partial(_update_refused, state))
 
@@ -99,17 +103,21 @@ def _runner_made(original: Callable[..., None], *args: Any, **kwargs: Any) -> No
             raise
 
 
+def _router_made(state: SglangState, _: Any, topk: Any, *__: Any, **___: Any) -> None:
+    state.top_k = topk.topk_config.top_k
+
+
 def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """Puts eprt's method in front of the layer's own, whose parameters are declared already."""
     try:
         binding = state.bind(layer)
     except FallsBackToEngine as reason:
-        state.leave(layer.layer_name, str(reason))
+        state.leave(name_of(layer), str(reason))
         return
     method, bound = layer.quant_method, BoundLayer(state, binding)
     bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(layer))
     layer.quant_method = adopted(method, EprtFusedMoEMethod, bound)
-    layer._weight_export_error = EXPORT  # which SGLang (since 0.5.23) asks for before it saves or sends weights
+    layer._weight_export_error = EXPORT  # which SGLang (since 0.5.23) asks for before it sends weights
     if binding.expert_parallel:
         _keep_sums_whole()
 
@@ -163,6 +171,13 @@ def _update_refused(state: SglangState, original: Callable[..., str | None], *ar
     if not state.bindings:
         return original(*args, **kwargs)
     return "eprt holds the experts, whose weights SGLang can't update in place: start the server again with new ones"
+
+
+def _saved(state: SglangState, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Raises UsageError before SGLang saves a model whose experts are eprt's; its answer to who asked says so."""
+    if state.bindings:
+        raise UsageError(EXPORT)
+    original(*args, **kwargs)
 
 
 def _served(state: SglangState, original: Callable[..., None], scheduler: Any) -> None:

@@ -31,12 +31,13 @@ def layout_of(layer: Any) -> ParameterLayout:
 
 def activation_of(config: Any) -> Activation:
     """Returns the activation of a MoeRunnerConfig. Raises FallsBackToEngine."""
-    name, alpha = config.activation, config.gemm1_alpha
+    name, alpha, limit = config.activation, config.gemm1_alpha, config.gemm1_clamp_limit
     if name == "silu" and config.is_gated and alpha is None:
+        fall_back([(limit is not None, "its gate is clamped behind SiLU")])  # Step-3.5
         return Activation(limit=config.swiglu_limit)
-    if name == "silu" and config.is_gated and config.gemm1_clamp_limit is not None:
+    if name == "silu" and config.is_gated and limit is not None:
         beta = getattr(config, "gemm1_beta", None)  # not in 0.5.17
-        return Activation(alpha=alpha, beta=1.0 if beta is None else beta, limit=config.gemm1_clamp_limit)
+        return Activation(alpha=alpha, beta=1.0 if beta is None else beta, limit=limit)
     if name == "relu2" and not config.is_gated:
         return Activation("relu2")
     raise FallsBackToEngine(f"activation {name}{'' if config.is_gated else ' without a gate'}")

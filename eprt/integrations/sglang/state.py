@@ -32,6 +32,7 @@ class SglangState(EngineState):
 
     Attributes:
         layer_ids: numbers of the layers that eprt runs, as SGLang's routers know them.
+        top_k: experts that a token visits, of the router that was made last.
     """
 
     engine = "SGLang"
@@ -39,6 +40,7 @@ class SglangState(EngineState):
     eager_flag = EAGER
 
     layer_ids: set[int] = field(default_factory=set)
+    top_k: int | None = None
 
     def options(self) -> dict[str, Any]:
         return options()
@@ -62,12 +64,12 @@ class SglangState(EngineState):
         self.require_fit()
         args, everywhere = _arguments(), self.all_to_all()
         require_supported(args)
-        config = moe_config(layer, all_to_all=everywhere)
+        config = moe_config(layer, all_to_all=everywhere, routed=self.top_k)
         runtime = runtime_config(args, self.options(), all_to_all=everywhere)
         sharing = "own tokens" if everywhere else "local"
         parts = layer.moe_tp_size * (1 if everywhere else layer.moe_ep_size)
         captured = captures_graphs(args)
-        binding = self.bind_layer(layer.layer_name, config, sharing, parts, runtime, captured=captured)
+        binding = self.bind_layer(name_of(layer), config, sharing, parts, runtime, captured=captured)
         self.layer_ids.add(layer.layer_id)
         return binding
 
@@ -86,6 +88,11 @@ class SglangState(EngineState):
             time.sleep(4 * POLL_S)  # a verdict is logged within POLL_S
             if any(guard.verdict is not None for guard in guards):
                 deadline = min(deadline, time.monotonic() + 4 * POLL_S)
+
+
+def name_of(layer: Any) -> str:
+    """Returns the name of a FusedMoE, of which Hunyuan's and Grok's have none."""
+    return layer.layer_name or f"layers.{layer.layer_id}"
 
 
 def _arguments() -> Any:

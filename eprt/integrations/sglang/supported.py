@@ -70,7 +70,11 @@ def require_supported(args: Any) -> None:
         [
             (device not in ("cuda", "cpu"), f"the device is {device}: eprt runs on CUDA, and on CPU for tests"),
             (a2a not in ("none", CARRIED), f"--moe-a2a-backend {a2a} carries the tokens"),
-            (runner not in RUNNERS, f"--moe-runner-backend {runner} keeps experts in an order of its own"),
+            (
+                runner not in RUNNERS,  # SGLang's own choice for some models: Nemotron-H, many on Blackwell
+                f"--moe-runner-backend {runner} keeps experts in an order of its own; triton, where SGLang has it for "
+                "them, leaves them to eprt",
+            ),
             (has("enable_eplb") or has("ep_num_redundant_experts"), "--enable-eplb moves experts that eprt holds"),
             (getattr(args, "init_expert_location", "trivial") != "trivial", "--init-expert-location orders experts"),
             (has("enable_two_batch_overlap"), "--enable-two-batch-overlap runs two batches at once through a layer"),
@@ -83,6 +87,9 @@ def require_supported(args: Any) -> None:
             (has("enable_memory_saver"), "--enable-memory-saver takes the experts' memory away and loads it again"),
             (getattr(args, "dwdp_size", 1) > 1, "--dwdp-size moves experts while layers run"),
             (has("kt_weight_path"), "--kt-weight-path keeps experts on the CPU"),
+            (has("cpu_offload_gb"), "--cpu-offload-gb keeps weights on the CPU"),
+            (getattr(args, "offload_group_size", -1) > 0, "--offload-group-size keeps weights on the CPU"),
+            (has("enable_pdmux"), "--enable-pdmux runs two batches at once through a layer"),
             (loaded in PREPARED, f"--load-format {loaded} has experts in the order of SGLang's own kernels"),
             (mode != "off", f"--weight-cache-mode {mode} has experts in the order of SGLang's own kernels"),
             (
@@ -184,10 +191,13 @@ def _model_config(args: Any) -> dict[str, Any]:
         raise FallsBackToEngine(f"the model's {CONFIG} can't be read: {error}") from error
 
 
-def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
+def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> MoEConfig:
     """Translates a FusedMoE that was just made into eprt's config. Raises FallsBackToEngine.
 
     With an all-to-all the config is that of all ranks' experts, else of those that this rank has.
+
+    Args:
+        routed: K of the router that was made before it, for a layer that isn't told (OLMoE's, Hunyuan's).
     """
     config, method = layer.moe_runner_config, layer.quant_method
     fall_back(
@@ -200,12 +210,13 @@ def moe_config(layer: Any, *, all_to_all: bool) -> MoEConfig:
             (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
         ]
     )
-    part, top_k = layer.intermediate_size_per_partition, layer.top_k or 1
+    part, top_k = layer.intermediate_size_per_partition, layer.top_k or routed or 0
     found = layout_of(layer).weight_format(keeper_of(layer), part, layer.params_dtype)
     experts = layer.num_experts if all_to_all else layer.num_local_experts
     alternating = found == "fp8_block" and interleaved(config)
     fall_back(
         [
+            (top_k == 0, "SGLang doesn't say how many experts a token visits"),
             (top_k > experts, f"top-{top_k} of {experts} experts on a rank"),
             (alternating, "FP8 blocks over rows that alternate gate, up"),
         ]

@@ -17,6 +17,7 @@ from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.bound import BoundLayer, adopted, ids_of
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.vllm.parameters import INTERLEAVED, layout_of
+from eprt.integrations.vllm.routing import padding_of
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import moe_config
 from eprt.rounding import ceil_div
@@ -154,6 +155,10 @@ class EprtMoEMethod:
     has_unpadded_output = False
     topk_indices_dtype = torch.int32
 
+    @functools.cached_property
+    def padding(self) -> Callable[[], torch.Tensor | None] | None:
+        return padding_of(self)
+
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any) -> tuple[int, int]:
         """Leaves the sizes as they are: executors pad on their own."""
         return hidden_size, intermediate_size_per_partition
@@ -185,12 +190,10 @@ class EprtMoEMethod:
     ) -> torch.Tensor:
         from vllm.forward_context import get_forward_context
 
-        built, context = self.eprt.ready(), get_forward_context()
-        # eprt's own choice has left padding out; of sequence-parallel layers vLLM doesn't say where it lies.
-        known = built.router is None and not self.moe.is_sequence_parallel
-        padding = getattr(context, "is_padding", None) if known else None
-        ids = ids_of(topk_ids, built.config.num_experts, padding)
-        counts = context.dp_metadata if self.eprt.binding.expert_parallel else None
+        built = self.eprt.ready()
+        marked = self.padding if built.router is None else None  # eprt's own choice has left padding out
+        ids = ids_of(topk_ids, built.config.num_experts, None if marked is None else marked())
+        counts = get_forward_context().dp_metadata if self.eprt.binding.expert_parallel else None
         rows = tokens_per_rank(counts, x.shape[0], self.moe.sp_size)
         return built(x, TopK(ids, topk_weights.float()), tokens_per_rank=rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,20 +39,21 @@ def _take_over(runner: Any, block: nn.Module | None) -> str:
         return ""
     inside = getattr(runner, "gate", None)
     gate = getattr(block, _CALL_GATE.get(type(block).__name__, ""), None) if inside is None else inside
-    padding = _padding(runner.routed_experts.quant_method)
-    choose = None
-    if gate is not None:
-        choose = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize, padding=padding)
+    if gate is None:
+        return ""
+    padding = padding_of(runner.routed_experts.quant_method)
+    choose = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize, padding=padding)
     if choose is None:
         return ""
     choice._compute_routing = choose
     return "" if gate is inside else bound.binding.name
 
 
-def _padding(method: Any) -> Callable[[], torch.Tensor | None] | None:
+def padding_of(method: Any) -> Callable[[], torch.Tensor | None] | None:
     """Returns what finds the mask of tokens that nobody reads, which vLLM has since 0.32: its own routers leave them
-    out, too. It marks no sequence-parallel layer's rows."""
-    if method.moe.is_sequence_parallel:
+    out, too. It marks no sequence-parallel layer's rows, and isn't kept up where vLLM's switch for it is off."""
+    off = not getattr(sys.modules.get("vllm.envs"), "VLLM_MOE_SKIP_PADDING", True)
+    if off or method.moe.is_sequence_parallel:
         return None
     from vllm.forward_context import ForwardContext, get_forward_context
 

@@ -11,11 +11,13 @@ import torch
 from eprt.config import MoEConfig
 from eprt.integrations.engine.balancing import BalanceConfig, Balancing
 from eprt.integrations.engine.ranks import world_alone, world_of
+from eprt.integrations.engine.settings import PLACEMENT
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.vllm.supported import (
     balance_options,
     captures_graphs,
     left_whole,
+    makes_draft,
     options_of,
     require_supported,
     runtime_config,
@@ -33,7 +35,9 @@ class PluginState(EngineState):
     eager_flag = "--enforce-eager"
 
     def options(self) -> dict[str, Any]:
-        return options_of(_current())
+        """Returns the plugin's options; a placement file is the model's, not its draft's."""
+        given = options_of(_current())
+        return {name: given[name] for name in given if name != PLACEMENT} if makes_draft() else given
 
     def make_world(self, sharing: Sharing) -> World:
         from vllm.distributed import get_tp_group

@@ -63,6 +63,10 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
             (config.additional_config or {}).get(DECODE, "auto") != "auto",
             f"--additional-config {DECODE}: such decode steps run on the kernel object of vLLM's own methods",
         ),
+        (
+            _offloads(getattr(config, "offload_config", None)),
+            "--cpu-offload-gb, --offload-group-size: eprt would hold on the GPU what they keep on the CPU",
+        ),
         (flags.enable_elastic_ep, "--enable-elastic-ep changes the ranks of a running engine"),
         (
             flags.prefill_context_parallel_size > 1,
@@ -80,6 +84,11 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
     ]
 
 
+def _offloads(offload: Any) -> bool:
+    """Returns whether an OffloadConfig keeps weights on the CPU."""
+    return offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0)
+
+
 def _lora_of_attention(lora: Any) -> bool:
     """Returns whether adapters are kept off the experts (`lora/model_manager.py`: modules by the end of their name)."""
     named = getattr(lora, "target_modules", None)
@@ -89,6 +98,12 @@ def _lora_of_attention(lora: Any) -> bool:
 def own_runner() -> str:
     """Returns the module in which the model that is being made has a MoE runner of its own, or ""."""
     return next((name for name in tuple(sys.modules) if RUNNERS.match(name)), "")
+
+
+def makes_draft() -> bool:
+    """Returns whether the model that is being made is a draft of another, by the tag that vLLM compiles it under."""
+    tag = getattr(sys.modules.get("vllm.compilation.backends"), "model_tag", "")
+    return tag == "draft_model" or tag.endswith("_head")
 
 
 def moe_config(layer: Any, method: Any) -> MoEConfig:

@@ -35,9 +35,10 @@ def watch_worker(state: EngineState) -> None:
             if model is not None:
                 take_over_gates(model)
 
-    def before_step(_: Any, scheduler_output: Any = None) -> None:
+    def before_step(worker: Any, scheduler_output: Any = None) -> None:
         # A dummy batch has no output of the scheduler, and runs the model as its peers do.
-        state.before_step(forward=scheduler_output is None or scheduler_output.total_num_scheduled_tokens > 0)
+        tokens = 1 if scheduler_output is None else scheduler_output.total_num_scheduled_tokens
+        state.before_step(forward=tokens > 0 or _fills_empty_steps(worker.vllm_config.parallel_config))
 
     def before_sleep(_: Any, level: int = 1) -> None:
         if level == 2:
@@ -65,6 +66,11 @@ def watch_config(read: Callable[[Any], None]) -> None:
         read(worker.vllm_config)
 
     _surround(wrapper, "init_device", before=before_init)
+
+
+def _fills_empty_steps(parallel: Any) -> bool:
+    """Returns whether the model runs in steps for which nothing was scheduled (`gpu_model_runner.py`: a dummy run)."""
+    return parallel.distributed_executor_backend == "external_launcher" and parallel.data_parallel_size > 1
 
 
 def _require_no_experts(state: EngineState, *_: Any, **__: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -109,8 +110,10 @@ def two_layers(context: Any) -> dict[str, Any]:
         found["warm"] = (len(vllm.state.cold), vllm.state.worlds["same tokens"].warm)
         vllm.context.is_padding = torch.arange(16) >= 1  # all but the first row
         found["padded"] = applied(layers[0], context.rank)
+        vllm.context.is_padding = torch.ones(16, dtype=torch.bool)  # left from a capture, where vLLM keeps none up
+        with mock.patch.dict(sys.modules, {"vllm.envs": SimpleNamespace(VLLM_MOE_SKIP_PADDING=False)}):
+            found["outputs"].append(applied(loaded(vllm, context, "layers.2", 2), context.rank))
         vllm.context.is_padding = None
-        found["outputs"].append(applied(loaded(vllm, context, "layers.2", 2), context.rank))
         layers[0].quant_method.process_weights_after_loading(layers[0])  # nothing was loaded since
         found["again"] = applied(layers[0], context.rank)
         found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], None, None))
@@ -319,12 +322,15 @@ def tensor_parallel(context: Any, *, dense: bool) -> dict[str, Any]:
 
 
 def placed(context: Any, path: str) -> dict[str, Any]:
-    """A layer whose experts lie as the file says, though vLLM loads them in order; then layers that it doesn't fit."""
+    """A layer whose experts lie as the file says, though vLLM loads them in order; layers that it doesn't fit; then
+    those of drafts, which are in no file."""
     with plugin(context, config(additional_config={"eprt": {"placement": path}})) as vllm:
         layer = loaded(vllm, context, "model.layers.3.mlp.experts")
         output = applied(layer, context.rank)
         built = layer.quant_method.eprt.layer
-        return {
+        drafts = ("model.layers.48.mtp_block.mlp.experts", E), ("mtp.layers.3.mlp.experts", 16), ("mlp.experts", E)
+        tagged = {"vllm.compilation.backends": SimpleNamespace(model_tag="eagle_head")}
+        found = {
             "output": output,
             "slots": built.placement.slots,
             "held": built.placement.num_local_experts,
@@ -333,6 +339,10 @@ def placed(context: Any, path: str) -> dict[str, Any]:
             "no number": message(lambda: made(vllm, context, "mlp.experts")),
             "other experts": message(lambda: made(vllm, context, "model.layers.3.mlp.experts", num_experts=16)),
         }
+        with mock.patch.dict(sys.modules, tagged):
+            for name, count in drafts:
+                made(vllm, context, name, num_experts=count)
+        return found | {"drafts": [binding.placement for binding in vllm.state.bindings[1:]]}
 
 
 def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
