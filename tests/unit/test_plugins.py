@@ -48,20 +48,8 @@ def test_a_strangers_dispatcher_passes_every_case_of_doctor(tmp_path: Path) -> N
 
 def test_run_takes_it_by_name(tmp_path: Path, tiny: Path) -> None:
     (tmp_path / "my_backends.py").write_text(MODULE)
-    words = [
-        "run",
-        "--model",
-        str(tiny),
-        "--world",
-        "2",
-        "--steps",
-        "2",
-        "--plugin",
-        "my_backends",
-        "--dispatcher",
-        "broadcast",
-    ]
-    done = eprt(tmp_path, *words)
+    words = "--world 2 --steps 2 --plugin my_backends --dispatcher broadcast"
+    done = eprt(tmp_path, "run", "--model", str(tiny), *words.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Plan: dispatcher broadcast" in done.stdout
 
