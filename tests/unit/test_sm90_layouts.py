@@ -3,7 +3,6 @@ test_four_bit_kernels.py has every code and scale where a kernel reads it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -18,14 +17,6 @@ from eprt.experts.humming.gemm import GemmShape, expert_tensors, row_bucket
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.experts.permute import group_by_expert, group_rows, weighted_unpermute
 from eprt.weights import Fp8Tensor
-
-
-def marked(*shape, dtype=torch.float32):
-    """Every element differs from 0 and, in 32 bits, from every other."""
-    values = torch.arange(1, math.prod(shape) + 1).view(shape)
-    if dtype == torch.uint8:
-        return (values % 255 + 1).to(dtype)
-    return (values % 200 + 1).to(dtype) if dtype.itemsize == 1 else values.to(dtype)
 
 
 def test_padding_keeps_the_halves_apart():
@@ -117,7 +108,7 @@ def test_permute_groups_by_expert(N, first, L):
         assert torch.equal(rows[place], hidden[n])
     assert int((order.place >= 0).sum()) == len(wanted)
     assert torch.equal(group_by_expert(ids, first, L).place, order.place)
-    result = marked(N * 3, 6)
+    result = torch.arange(1.0, N * 18 + 1).view(N * 3, 6)
     for every_row in (True, False):
         out = torch.full((N, 6), 7.0)
         weighted_unpermute(result, order, weights, out, every_row=every_row)
