@@ -213,7 +213,6 @@ def progress(folder: Path) -> list[dict[str, Any]]:
 
 
 def until(folder: Path, ranks: Sequence[int], there: Callable[[dict[str, Any]], object]) -> None:
-    """Waits until all these ranks' notes are so."""
     deadline = time.monotonic() + LIMIT_S
     while not all(there(diary(folder, rank)) for rank in ranks):
         logs = "\n".join(path.read_text()[-3000:] for path in folder.parent.rglob("*.log"))

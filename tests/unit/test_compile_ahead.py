@@ -90,7 +90,6 @@ def launched_nowhere(monkeypatch):
 
 
 def copy_of(dtype, width=64):
-    """A small kernel."""
     named = {"K": 2, "K_PAD": 2, "BLOCK_H": width}
     return Specialization(_copy_rows, (dtype, dtype, torch.int32, 16), named)
 

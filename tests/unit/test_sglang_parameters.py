@@ -134,7 +134,6 @@ ACTIVATIONS = {"silu": {}, "swigluoai": GPT_OSS, "relu2_no_mul": {"activation": 
 
 
 def made(loaded: Loaded, **changes: Any) -> Any:
-    """A FusedMoE with these parameters."""
     layer = fused_moe(loaded.method, runner_config(**ACTIVATIONS[loaded.activation]), scheme=loaded.scheme, **changes)
     layer.intermediate_size_per_partition = I
     layer.params_dtype = torch.float32 if loaded.dtype == torch.float32 else torch.bfloat16

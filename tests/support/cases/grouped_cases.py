@@ -123,7 +123,6 @@ def check_replays(call, config, weights, shard, static):
 
 
 def errors_against_the_right_one(config, weights, tokens, others):
-    """Of the right weights, then of each of the others, against what the right ones give the witness."""
     expected = witness(config, weights, tokens)
     return [relative_error(build(TritonGroupedExecutor, config, each)(tokens), expected) for each in (weights, *others)]
 

@@ -38,7 +38,6 @@ def _tensors(module: torch.nn.Module):
 
 
 def moe_layers(model) -> list[int]:
-    """Numbers of the layers with experts."""
     names = {name for name, _ in model.named_modules() if name.endswith(".experts")}
     return sorted({int(name.split(".")[2]) for name in names})
 
