@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cases import tiny_families
+from support.cases.model_recipes import scratch
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
 from support.libraries import folder, needs
@@ -40,14 +40,11 @@ TEXT = [f"{name}:text" for name in ("dots3_note", "llama4", "qwen3_5_moe", "qwen
 
 
 @functools.cache
-def _root() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="eprt-families-")
-
-
-@functools.cache
 def saved(name: str) -> str:
-    tiny_families.tiny_model(name).save_pretrained(Path(_root().name) / name)
-    return _root().name
+    """The folder of all models that were saved."""
+    folder = scratch("families")
+    tiny_families.tiny_model(name).save_pretrained(folder / name)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-from support.cases.model_recipes import RECIPES, known, make_model
+from support.cases.model_recipes import RECIPES, known, make_model, scratch
 from support.jobs import generation_jobs as jobs
 from support.libraries import needs
 
@@ -35,16 +33,10 @@ def pools(pools_of_this_file):
 
 
 @functools.cache
-def _root() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="eprt-generation-")
-
-
-@functools.cache
 def saved(name: str) -> str:
     """The family's checkpoint, in its own names, float32: so that a greedy choice isn't rounding's."""
-    folder = Path(_root().name) / name
-    make_model(RECIPES[name]).save_pretrained(folder)
-    return str(folder)
+    make_model(RECIPES[name]).save_pretrained(folder := str(scratch("generation") / name))
+    return folder
 
 
 @functools.cache

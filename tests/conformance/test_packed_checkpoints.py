@@ -21,6 +21,13 @@ RUNTIME = RuntimeConfig(max_tokens_per_rank=32)
 PAIRS = (("none", "reference"), ("torch", "torch_grouped"))
 
 
+def by_pairs(pool, folder, written, **runtime):
+    """What each rank saw, by one pair and by the other."""
+    for dispatcher, executor in PAIRS:
+        settings = replace(RUNTIME, dispatcher=dispatcher, executor=executor, **runtime)
+        yield pool.run(run_layer, folder=str(folder), number=written.layer, runtime=settings)
+
+
 @pytest.mark.parametrize("algorithm", ["nvfp4", "fp8_tensor"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layer_from_a_modelopt_checkpoint(pools, tmp_path, name, algorithm):
@@ -29,9 +36,7 @@ def test_layer_from_a_modelopt_checkpoint(pools, tmp_path, name, algorithm):
     experts = written.known.experts
     rolled = replace(experts, gate_up=Dense(experts.gate_up.data.roll(1, dims=0)))
     swapped = replace(written, known=replace(written.known, experts=rolled))
-    for dispatcher, executor in PAIRS:
-        runtime = replace(RUNTIME, dispatcher=dispatcher, executor=executor)
-        ranks = pools(2).run(run_layer, folder=str(tmp_path), number=written.layer, runtime=runtime)
+    for ranks in by_pairs(pools(2), tmp_path, written):
         assert errors(written, ranks)[0] <= BOUND
         assert errors(swapped, ranks)[0] > 5 * BOUND
 
@@ -39,33 +44,27 @@ def test_layer_from_a_modelopt_checkpoint(pools, tmp_path, name, algorithm):
 @pytest.mark.parametrize("dialect", ["gptq_act_order", "pack_quantized_act_order"])
 def test_columns_in_activation_order(pools, tmp_path, dialect):
     written = write(tmp_path, "qwen3_moe", dialect)
-    for dispatcher, executor in PAIRS:
-        runtime = replace(RUNTIME, dispatcher=dispatcher, executor=executor)
-        ranks = pools(2).run(run_layer, folder=str(tmp_path), number=written.layer, runtime=runtime)
-        assert errors(written, ranks)[0] <= BOUND
+    assert all(errors(written, ranks)[0] <= BOUND for ranks in by_pairs(pools(2), tmp_path, written))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_tokens_meet_packed_weights(pools, tmp_path, name):
     """NVFP4 weights at EP4, one rank idle: as tests/gpu/test_checkpoints.py runs them."""
     written = write(tmp_path, name, "nvfp4")
-    for dispatcher, executor in PAIRS:
-        for payload, (low, high) in COST.items():
-            runtime = replace(RUNTIME, dispatcher=dispatcher, executor=executor, payload=payload)
-            ranks = pools(4).run(run_layer, folder=str(tmp_path), number=written.layer, runtime=runtime)
+    for payload, (low, high) in COST.items():
+        for ranks in by_pairs(pools(4), tmp_path, written, payload=payload):
             error, cost = errors(written, ranks, payload)
-            assert error <= BOUND, (dispatcher, payload)
-            assert low <= cost <= high, (dispatcher, payload)
+            assert error <= BOUND, payload
+            assert low <= cost <= high, payload
             if payload == "nvfp4":
                 assert [float(ran.scale) for ran in ranks] == [pytest.approx(written.input_scale)] * 4
 
 
 def test_a_checkpoint_that_calibrates_no_nvfp4_tokens(pools, tmp_path):
     written = write(tmp_path, "qwen3_moe", "fp8_tensor")
-    runtime = replace(RUNTIME, dispatcher="torch", executor="reference", payload="nvfp4")
-    ranks = pools(2).run(run_layer, folder=str(tmp_path), number=written.layer, runtime=runtime)
-    assert [float(ran.scale) for ran in ranks] == [1.0] * 2
-    assert errors(written, ranks, "nvfp4")[0] <= BOUND
+    for ranks in by_pairs(pools(2), tmp_path, written, payload="nvfp4"):
+        assert [float(ran.scale) for ran in ranks] == [1.0] * 2
+        assert errors(written, ranks, "nvfp4")[0] <= BOUND
 
 
 @needs_humming

@@ -60,7 +60,6 @@ both = pytest.mark.parametrize("executor", ["humming", "cutlass_mxfp4"])
 
 
 def given(*config, rows=64, **options):
-    """A layer, its weights and tokens."""
     made = config[0] if isinstance(config[0], MoEConfig) else layer(*config, **options)
     return made, all_experts(made, growth=1.0), make_tokens(made, rows)
 

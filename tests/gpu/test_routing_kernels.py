@@ -189,7 +189,6 @@ def test_models_that_round_elsewhere(name):
 
 
 def transformers_router(name, case):
-    """transformers' router of these weights, on this device."""
     from types import SimpleNamespace
 
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter

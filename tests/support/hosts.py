@@ -213,11 +213,8 @@ def progress(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def until(
-    folder: Path, ranks: Sequence[int], there: Callable[[dict[str, Any]], object], limit_s: float = LIMIT_S
-) -> None:
-    """Waits until all these ranks' notes are so."""
-    deadline = time.monotonic() + limit_s
+def until(folder: Path, ranks: Sequence[int], there: Callable[[dict[str, Any]], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
     while not all(there(diary(folder, rank)) for rank in ranks):
         logs = "\n".join(path.read_text()[-3000:] for path in folder.parent.rglob("*.log"))
         assert time.monotonic() < deadline, ([diary(folder, rank) for rank in ranks], logs)

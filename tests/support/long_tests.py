@@ -21,7 +21,7 @@ LONG = (
     r"test_triton_registers::",
     r"test_few_registers::",
     r"test_pdl::",
-    r"test_compile_ahead::test_(a_warm_up|a_kernel_that|one_of_several|what_is_forked)",
+    r"test_compile_ahead::test_(a_warm_up|a_kernel_that|what_is_forked|workers.*\[one)",
     r"test_cutedsl_compile::",
     r"test_kernels_interpreted::.*\[(?!placement|push)",
     r"test_compile::test_(inductor|a_parallelized)",

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """That of a process on the CPU which no launcher started, with these changes."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "EPRT_JOB")
+    own = {name: value for name, value in os.environ.items() if name not in launchers}
+    return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 def descendants(pid: int) -> list[int]:

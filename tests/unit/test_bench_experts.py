@@ -137,11 +137,11 @@ def test_sampled_routing_is_distinct_even_and_repeatable():
     assert counts.max() < 600
 
 
-def direct_case(rank, num_rows=40):
+def direct_case(rank):
     """(the reference on a rank's two of eight experts, tokens). Ids of nobody and of other ranks; NaN weights."""
     config = cases.make_config(num_experts=8, top_k=3, bias=True)
     shard = cases.shard_of(config, rank, 4)
-    flat = replace(cases.make_flat(config, num_rows), every_row_read=True)
+    flat = replace(cases.make_flat(config, 40), every_row_read=True)
     weights = shard_weights(cases.make_weights(config), config, shard)
     return ReferenceExecutor(config, shard, weights, CPU, cases.RUNTIME), flat
 

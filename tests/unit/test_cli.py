@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import interpreters
 from support.jobs import rank_jobs as jobs
-from support.processes import wait_until_gone, working_in
+from support.processes import environment, wait_until_gone, working_in
 
 from eprt.bench.report import Report
 from eprt.cli import arguments, main, run
@@ -25,11 +25,6 @@ from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
 from eprt.models import load_layer
 from eprt.ranks.launcher import WorldFailed, launch
-
-
-def environment(**changes: str) -> dict[str, str]:
-    keep = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return keep | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 def test_run_reports_for_people(tiny: Path) -> None:

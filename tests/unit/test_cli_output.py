@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import interpreters
+from support.processes import environment
 
 from eprt.cli import main
 from eprt.errors import ConfigError
@@ -22,9 +23,8 @@ EXPLAIN = "explain --model config.json --device sm90"
 
 
 def shell(line: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"EPRT": f"{sys.executable} -m eprt", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100, cwd=cwd, env=environment)
+    settings = environment(EPRT=f"{sys.executable} -m eprt", **changes)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100, cwd=cwd, env=settings)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next(short_folder: Path, m
         "import time\nfrom eprt.ranks.scratch import Scratch\nheld = Scratch('tiny')\n"
         "print(held.path, flush=True)\ntime.sleep(60)"
     )
-    environment = os.environ | {"TMPDIR": str(short_folder)}
-    with subprocess.Popen([sys.executable, "-c", hold], env=environment, stdout=subprocess.PIPE, text=True) as child:
+    settings = os.environ | {"TMPDIR": str(short_folder)}
+    with subprocess.Popen([sys.executable, "-c", hold], env=settings, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         left = Path(child.stdout.readline().strip())
         (left / "file").write_text("x")

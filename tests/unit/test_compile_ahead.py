@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from support.kernel_modules import kernel_modules
+from support.processes import wait_until_gone
 
 pytest.importorskip("triton", reason="triton isn't installed")
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 SM90 = Device("cuda", 90)
 META = torch.device("meta")
 FLOATS = torch.float32, torch.float32
-
+GPT_OSS = gpt_oss_config(1, 8, 2, 256, 128)  # of eight experts, top-2
 
 ONE_DIES = """
 import os
@@ -90,7 +90,6 @@ def launched_nowhere(monkeypatch):
 
 
 def copy_of(dtype, width=64):
-    """A small kernel."""
     named = {"K": 2, "K_PAD": 2, "BLOCK_H": width}
     return Specialization(_copy_rows, (dtype, dtype, torch.int32, 16), named)
 
@@ -103,17 +102,13 @@ def eprt_warm(model):
 
 def test_a_warm_up_compiles_nothing_after_eprt_warm(tmp_path, launched_nowhere):
     """The same layer, without a GPU: its own warm-up finds every kernel."""
-    hf = gpt_oss_config(1, 8, 2, 256, 128)
     model = tmp_path / "config.json"
-    model.write_text(json.dumps(hf))
+    model.write_text(json.dumps(GPT_OSS))
     first, again = eprt_warm(model), eprt_warm(model)
     assert first["compiled"] > 4
     assert again["compiled"] == 0
-    ((config, _),) = kinds_of_layers(hf)
-    weights = random_experts(config, 8, torch.device("cpu"))
-    shard = ExpertPlacement(8, ParallelConfig(1)).shard(0)
     with compiled_for(SM90):
-        TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat")).warmup(1)
+        an_executor().warmup(1)
     assert len(launched_nowhere) >= first["compiled"]
     assert all(launched_nowhere)
 
@@ -177,8 +172,8 @@ def test_triton_asks_again_for_the_version_of_its_own_ptxas(monkeypatch, name, v
 
 
 def an_executor(form="mxfp4", **runtime):
-    """Of eight experts of gpt-oss, top-2; within `compiled_for` and `recording`."""
-    ((config, _),) = kinds_of_layers(gpt_oss_config(1, 8, 2, 256, 128))
+    """Within `compiled_for`."""
+    ((config, _),) = kinds_of_layers(GPT_OSS)
     config = replace(config, weight_format=form)
     shard, weights = ExpertPlacement(8, ParallelConfig(1)).shard(0), random_experts(config, 8, torch.device("cpu"))
     return TritonGroupedExecutor(config, shard, weights, META, RuntimeConfig(token_format="flat", **runtime))
@@ -309,15 +304,12 @@ def test_what_launches_a_kernel_lies_where_the_kernel_does(tmp_path, monkeypatch
     assert os.environ["TRITON_CACHE_DIR"] == str(inductors)
 
 
-def test_a_worker_that_dies_is_no_error(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_WORKER", "raise SystemExit(3)")
-    assert compile_ahead.Compilation([copy_of(torch.bfloat16)], SM90, 3, fewest=1).wait() == 0
-
-
-def test_one_of_several_workers_that_dies_leaves_the_rest_to_the_others(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_WORKER", ONE_DIES)
+@pytest.mark.parametrize(("worker", "compiled"), [("raise SystemExit(3)", 0), (ONE_DIES, 2)], ids=["all", "one"])
+def test_workers_that_die_leave_the_rest_to_the_others(monkeypatch, worker, compiled):
+    """But for the job that one had."""
+    monkeypatch.setattr(compile_ahead, "_WORKER", worker)
     todo = [copy_of(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
-    assert compile_ahead.Compilation(todo, SM90, 2, fewest=1).wait() == 2, "but for the job that it had"
+    assert compile_ahead.Compilation(todo, SM90, 2, fewest=1).wait() == compiled
 
 
 @pytest.fixture
@@ -335,20 +327,7 @@ def test_a_compiler_that_never_ends_is_given_up_and_ended(monkeypatch, seen, cap
     (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert "1 of 1 kernels are left to be compiled at their first use" in warning
     assert "nothing was heard for 5 s" in warning
-    for process in seen.read_text().split():
-        assert ends_within(10.0, int(process))
-
-
-def ends_within(seconds, process):
-    """Whether a process has ended by then: one that was killed takes its time, and waits for whoever adopted it."""
-    try:
-        handle = os.pidfd_open(process)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], seconds)[0])
-    finally:
-        os.close(handle)
+    wait_until_gone([int(process) for process in seen.read_text().split()])
 
 
 def test_what_is_forked_has_one_thread_and_asked_for_no_gpu(monkeypatch, seen):

@@ -38,8 +38,6 @@ def experts_of(*, invariant: bool = False) -> Any:
 
 
 class InVllm:
-    """A model of one block in vLLM."""
-
     def __init__(self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False) -> None:
         router = vllm.FusedTopKRouter(K, E, renormalize=renormalize)
         self.config = vllm.host()
@@ -55,8 +53,6 @@ class InVllm:
 
 
 class InSglang:
-    """A model of one block in SGLang."""
-
     def __init__(self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False) -> None:
         self.block = kind(gate, sglang.TopK(K, renormalize=renormalize), experts_of(invariant=invariant))
         self.gate, self.choice = gate, self.block.topk.topk_config

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.processes import descendants, wait_until_gone
+from support.processes import descendants, environment, wait_until_gone
 
 from eprt.cli import doctor
 from eprt.cli.arguments import Doctor
@@ -157,9 +157,8 @@ def test_a_dispatcher_that_cannot_run_fails_once(monkeypatch: pytest.MonkeyPatch
 def test_a_signal_ends_all_ranks_at_once_and_keeps_the_table(tmp_path: Path) -> None:
     output = tmp_path / "faults.json"
     words = ["doctor", "--faults", "--world", "2", "--jobs", "2", "--trials", "200", "--output", str(output)]
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-m", "eprt", *words], **pipes, env=alone)
+    process = subprocess.Popen([sys.executable, "-m", "eprt", *words], **pipes, env=environment())
     try:
         deadline = time.monotonic() + 90
         while not output.exists() or len(json.loads(output.read_text())["rows"]) < 1:

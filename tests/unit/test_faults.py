@@ -6,7 +6,6 @@ test_fault_trials.py has every fault at every moment.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -20,6 +19,7 @@ import torch
 from support.interpreters import Interpreter, run
 from support.jobs import fault_jobs as jobs
 from support.ports import free_port
+from support.processes import environment
 
 import eprt
 from eprt.config import MoEConfig
@@ -144,9 +144,8 @@ with World.from_env("cpu", timeout_s={timeout}) as world:
 
 
 def process(rank: int, size: int, port: int, then: str = "pass", timeout: float = 3.0, **more: str) -> Interpreter:
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "EPRT_JOB")}
-    environment |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return Interpreter("-c", WORLD.format(timeout=timeout, then=then), env=environment | more)
+    settings = environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port), **more)
+    return Interpreter("-c", WORLD.format(timeout=timeout, then=then), env=settings)
 
 
 def finish(*processes: Interpreter) -> list[tuple[int, str]]:

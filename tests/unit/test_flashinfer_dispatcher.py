@@ -202,15 +202,6 @@ def test_warmup_allocates_loads_the_kernels_first_and_exchanges_a_token(library)
     assert library.calls[SIZE : 2 * SIZE] == [("dispatch", rank, 1) for _, rank, _ in library.calls[SIZE : 2 * SIZE]]
 
 
-def test_what_the_plan_refuses_the_constructor_refuses(library):
-    world = FakeWorld(0, threading.Barrier(1), [None])
-    with pytest.raises(ConfigError, match="top-k at most 22, the model has 23"):
-        make(world, num_experts=32, top_k=23)
-    world.parallel = ParallelConfig(SIZE, moe_tp_size=2)
-    with pytest.raises(ConfigError, match="MoE-TP"):
-        make(world)
-
-
 def test_capacity_bytes_are_what_is_allocated():
     geometry = FlashInferGeometry(
         num_ranks=4, tokens_per_rank=4096, dispatch_bytes=2 * 7168 + 64, combine_bytes=2 * 7168

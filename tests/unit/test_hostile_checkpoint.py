@@ -28,7 +28,6 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tiny: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
     return shutil.copytree(tiny, tmp_path / "model")
 
 

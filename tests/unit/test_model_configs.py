@@ -88,7 +88,7 @@ class TestTensorsRefused:
         assert refuses(r"\(64, 95\): expected \(64, 96\)", tmp_path, "qwen3_moe", bad) is CheckpointError
         assert made == []
 
-    @pytest.mark.parametrize(("format", "block"), [("fp8_block", 128), ("mxfp8", 32)])
+    @pytest.mark.parametrize(("format", "block"), [("fp8_block", 128), ("mxfp8", 32), ("pack_quantized", 32)])
     def test_a_slice_that_cuts_scale_blocks(self, tmp_path, format, block):
         *_, layer, folders = saved("qwen3_moe")
         folder = pack(folders["original"], tmp_path, format)

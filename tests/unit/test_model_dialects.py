@@ -101,12 +101,6 @@ def test_input_scales_are_those_of_the_file(tmp_path, dialect, suffix):
         assert torch.equal(matrix.input_scale, 1 / wanted if dialect == "nvfp4_packed" else wanted)
 
 
-def test_a_group_is_not_cut_by_tensor_parallelism(tmp_path):
-    folder, _, layer = packed(tmp_path, "pack_quantized")
-    with pytest.raises(ConfigError, match="cuts a scale block of 32"):
-        load_layer(folder, layer, ParallelConfig(2, moe_tp_size=2), 0)
-
-
 @pytest.mark.parametrize(
     ("dialect", "case", "shared"),
     [
@@ -138,26 +132,25 @@ def group(targets: list[str], **weights: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("dialect", "change"),
     [
-        {"ignore": ["re:.*experts.*"]},
-        {"ignore": EACH},
-        {"config_groups": {"group_0": group(["re:.*self_attn.*"])}},
-        {"config_groups": {}},
+        ("pack_quantized", {"ignore": ["re:.*experts.*"]}),
+        ("pack_quantized", {"ignore": EACH}),
+        ("pack_quantized", {"config_groups": {"group_0": group(["re:.*self_attn.*"])}}),
+        ("pack_quantized", {"config_groups": {}}),
+        *(
+            (dialect, {"modules_to_not_convert": names})
+            for dialect in ("fp8_block", "awq")
+            for names in (["lm_head", PREFIX.removesuffix(".experts")], ["experts"])
+        ),
+        ("nvfp4", {"ignore": [f"{PREFIX}*"]}),
+        ("nvfp4", {"exclude_modules": ["model.layers.1.*"]}),
+        ("nvfp4", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}),
     ],
 )
-def test_experts_that_are_ignored_or_no_target_are_plain(tmp_path, change):
+def test_experts_that_the_config_leaves_out_are_plain(tmp_path, dialect, change):
     *_, layer, folders = saved("qwen3_moe")
-    folder = edit(folders["original"], tmp_path, config={"quantization_config": QUANT["pack_quantized"] | change})
-    assert load_layer(folder, layer).config.weight_format == "bf16"
-
-
-@pytest.mark.parametrize("names", [["lm_head", PREFIX.removesuffix(".experts")], ["experts"]])
-@pytest.mark.parametrize("dialect", ["fp8_block", "awq"])
-def test_experts_that_were_not_converted_are_plain(tmp_path, dialect, names):
-    *_, layer, folders = saved("qwen3_moe")
-    quant = QUANT[dialect] | {"modules_to_not_convert": names}
-    folder = edit(folders["original"], tmp_path, config={"quantization_config": quant})
+    folder = edit(folders["original"], tmp_path, config={"quantization_config": QUANT[dialect] | change})
     assert load_layer(folder, layer).config.weight_format == "bf16"
 
 

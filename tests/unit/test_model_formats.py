@@ -133,19 +133,6 @@ class TestQuantizationConfig:
         packed_layer = packed("qwen3_moe", tmp_path / "packed", format, {"quantization_config": quant})
         assert load_layer(*packed_layer).config.weight_format == format
 
-    @pytest.mark.parametrize(
-        "quant",
-        [
-            {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.layers.1.mlp.experts*"]},
-            {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["model.layers.1.*"]},
-            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
-        ],
-    )
-    def test_layers_left_in_bf16(self, quant, tmp_path):
-        *_, layer, folders = saved("qwen3_moe")
-        folder = edit(folders["original"], tmp_path, config={"quantization_config": quant})
-        assert load_layer(folder, layer).config.weight_format == "bf16"
-
     def test_hf_quant_config_alone(self, tmp_path):
         folder, layer = packed("qwen3_moe", tmp_path / "a", "nvfp4")
         folder = edit(folder, tmp_path / "b", drop=("quantization_config",))

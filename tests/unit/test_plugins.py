@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.processes import environment
 
 from eprt.cli import main
 from eprt.conformance.cases import CASES, CUT_CASES
@@ -23,10 +23,8 @@ MODULE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))  #
 
 def eprt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command in `folder`, where the module of --plugin lies."""
-    keep = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "eprt", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=keep | more)
+    command, settings = [sys.executable, "-m", "eprt", *words], environment(PYTHONPATH=str(ROOT))
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=settings)
 
 
 @pytest.mark.timeout(300)
@@ -48,20 +46,8 @@ def test_a_strangers_dispatcher_passes_every_case_of_doctor(tmp_path: Path) -> N
 
 def test_run_takes_it_by_name(tmp_path: Path, tiny: Path) -> None:
     (tmp_path / "my_backends.py").write_text(MODULE)
-    words = [
-        "run",
-        "--model",
-        str(tiny),
-        "--world",
-        "2",
-        "--steps",
-        "2",
-        "--plugin",
-        "my_backends",
-        "--dispatcher",
-        "broadcast",
-    ]
-    done = eprt(tmp_path, *words)
+    words = "--world 2 --steps 2 --plugin my_backends --dispatcher broadcast"
+    done = eprt(tmp_path, "run", "--model", str(tiny), *words.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Plan: dispatcher broadcast" in done.stdout
 

@@ -11,13 +11,9 @@ from support.cases import vllm_layouts as layouts
 from support.cases.vllm_layouts import H, I, K, L, Loaded, named
 from support.stand_ins.sglang import GPT_OSS, fused_moe, runner_config
 
-from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.experts import make_executor
 from eprt.integrations.engine.parameters import FallsBackToEngine, expert_weights
 from eprt.integrations.sglang import supported
 from eprt.integrations.sglang.parameters import canonical, interleaved, layout_of
-from eprt.placement import ExpertPlacement
-from eprt.tokens import FlatTokens, Payload
 
 
 def fp8_method(block: list[int] | None, **changes: Any) -> Any:
@@ -138,7 +134,6 @@ ACTIVATIONS = {"silu": {}, "swigluoai": GPT_OSS, "relu2_no_mul": {"activation": 
 
 
 def made(loaded: Loaded, **changes: Any) -> Any:
-    """A FusedMoE with these parameters."""
     layer = fused_moe(loaded.method, runner_config(**ACTIVATIONS[loaded.activation]), scheme=loaded.scheme, **changes)
     layer.intermediate_size_per_partition = I
     layer.params_dtype = torch.float32 if loaded.dtype == torch.float32 else torch.bfloat16
@@ -156,15 +151,7 @@ def test_the_layer_computes_what_the_plain_numbers_say(name: str) -> None:
     weights = expert_weights(
         layout_of(layer), canonical(layer, given), interleaved=interleaved(layer.moe_runner_config)
     )
-    moe = supported.moe_config(layer, all_to_all=False)
-    shard = ExpertPlacement(L, ParallelConfig()).shard(0)
-    executor = make_executor("reference", moe, shard, weights, torch.device("cpu"), RuntimeConfig(), "flat")
-    x, scores = torch.randn(5, H), torch.rand(5, K)
-    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], dtype=torch.int32)
-    want = layouts.expected(loaded, x, ids, scores, None)
-    found = executor(FlatTokens(Payload.plain(x), ids, scores, L))
-    # Sums of H and I float32 products: 256 * 2^-24 of the largest is the worst rounding there can be.
-    torch.testing.assert_close(found.double(), want, rtol=0, atol=float(want.abs().max()) * 256 * 2**-24)
+    layouts.check_sums(loaded, supported.moe_config(layer, all_to_all=False), weights)
     if name == "ModelOpt nvfp4":
         assert torch.equal(weights.gate_up.input_scale, loaded.parameters["w13_input_scale"][L : 2 * L])
 

@@ -14,7 +14,7 @@ from support.stand_ins.trtllm_kernels import FakeTrtllm
 from eprt.conformance.oracle import relative_error
 from eprt.experts.blackwell import scales, trtllm_formats
 from eprt.experts.blackwell.cutedsl import CuteDslExecutor, padded_size
-from eprt.experts.blackwell.scales import Nvfp4Factors, share_global_scale
+from eprt.experts.blackwell.scales import Nvfp4Factors
 from eprt.experts.blackwell.trtllm import TrtllmGenExecutor
 from eprt.experts.padding import pad_parts
 from eprt.tokens import FlatTokens
@@ -55,18 +55,6 @@ def test_factors_take_the_largest_input_scale_and_keep_both_halves():
     torch.testing.assert_close(factors.gate * factors.ratio, gate_up.global_scale[:, 1])
     weight_only = nvfp4(1, 64, 32, 2), nvfp4(1, 32, 32, 1)
     assert Nvfp4Factors.from_matrices(*weight_only, torch.device("cpu")).input is None
-
-
-def test_sharing_a_global_scale():
-    scales = torch.linspace(0.02, 448, 3 * 8 * 4).view(3, 8, 4).to(torch.float8_e4m3fn)
-    scale = torch.tensor([[0.5, 0.25], [0.3, 0.7], [2.0, 2.0]])
-    folded, shared = share_global_scale(scales, scale), torch.tensor([0.5, 0.7, 2.0])
-    before = scales.float().view(3, 2, 4, 4) * scale[:, :, None, None]
-    after = folded.float().view(3, 2, 4, 4) * shared[:, None, None, None]
-    assert torch.isfinite(after).all()
-    assert torch.equal(after[[0, 2]], before[[0, 2]]), "powers of two and equal scales fold exactly"
-    assert torch.equal(after[1, 1], before[1, 1]), "the larger scale stays"
-    assert ((after - before).abs() <= before * 2**-4).all()
 
 
 def gate_scale_for_up(weights: ExpertWeights) -> ExpertWeights:

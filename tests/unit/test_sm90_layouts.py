@@ -1,8 +1,8 @@
-"""Hopper weight layouts and the permute by hand; tests/upstream runs the executors on prepared weights."""
+"""Hopper weight layouts and the permute by hand; tests/upstream runs the executors on prepared weights, and
+test_four_bit_kernels.py has every code and scale where a kernel reads it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -17,14 +17,6 @@ from eprt.experts.humming.gemm import GemmShape, expert_tensors, row_bucket
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.experts.permute import group_by_expert, group_rows, weighted_unpermute
 from eprt.weights import Fp8Tensor
-
-
-def marked(*shape, dtype=torch.float32):
-    """Every element differs from 0 and, in 32 bits, from every other."""
-    values = torch.arange(1, math.prod(shape) + 1).view(shape)
-    if dtype == torch.uint8:
-        return (values % 255 + 1).to(dtype)
-    return (values % 200 + 1).to(dtype) if dtype.itemsize == 1 else values.to(dtype)
 
 
 def test_padding_keeps_the_halves_apart():
@@ -69,17 +61,13 @@ def test_humming_refuses_dense_weights():
         expert_tensors(dense.gate_up, None, GemmShape(2, 64, 96, "cols"), False)
 
 
-def test_stacking_prepares_one_expert_at_a_time():
-    alive, seen = 0, []
-
+def test_stacks_hold_what_was_prepared_of_each_expert():
     def prepare(index):
-        seen.append((index, alive))
         return {"a": torch.full((1, 2), float(index)), "b": torch.full((1,), index)}
 
     stacks = stack_experts(3, prepare)
     assert stacks["a"].tolist() == [[0, 0], [1, 1], [2, 2]]
     assert stacks["b"].tolist() == [0, 1, 2]
-    assert [index for index, _ in seen] == [0, 1, 2]
     source = torch.zeros(1, 2)
     assert stack_experts(1, lambda _: {"a": source})["a"].data_ptr() != source.data_ptr()
 
@@ -90,91 +78,12 @@ def test_zeros_lie_after_a_stack_where_kernels_read_past_it():
     assert stack.as_strided((12,), (1,)).tolist() == [1] * 6 + [0] * 6
 
 
-@pytest.mark.parametrize(("row", "col"), [(0, 0), (9, 1), (37, 26), (63, 63), (64, 130)])
-def test_an_mxfp4_value_is_where_a_thread_of_wgmma_reads_it(row, col):
-    """By hand from PTX ISA, "wgmma register fragments, matrix A": warp w has rows 16 w, thread 4 g + t of it rows g and
-    g + 8 and columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16. Nothing else is touched."""
-    codes = torch.zeros(128, 96, dtype=torch.uint8)
-    codes[row, col // 2] = 0b1111 << 4 * (col % 2)
-    words, scale_words = four_bit.pack_mxfp4(codes, torch.zeros(128, 6, dtype=torch.uint8))
-    assert words.shape == (2 * 3, 512)
-    unit, warp, g, t = row // 64 * 3 + col // 64, row % 64 // 16, row % 8, col % 8 // 2
-    thread = words.view(6, 128, 4)[unit, 32 * warp + 4 * g + t].view(2, 2)[col % 64 // 32]
-    bits = [sum(int(word) >> bit & 1 for bit in range(32)) for word in thread]
-    assert sum(bits) == 4
-    assert bits[row % 16 // 8] == 4 or col % 32 >= 24, "all in the row's word, or shared with the other's rest"
-    assert int((words != 0).sum()) == sum(bit > 0 for bit in bits)
-    # All scales are the largest of their row: 2 ** 127, 254 in the exponent of a bf16.
-    assert (scale_words & 0x7F807F80 == 254 << 7 | 254 << 23).all()
-    assert scale_words.shape == (2 * 3, 32)
-
-
-@pytest.mark.parametrize(("row", "block"), [(0, 0), (9, 1), (77, 6), (127, 11)])
-def test_nvfp4_scales_lie_with_their_threads(row, block):
-    """By hand: 1.0 is 2 ** 119 in bf16, exponent 246, 448 is 1.75 * 2 ** 127; bits 4 to 11 are stored. Two blocks of 16
-    columns share a word, the second 8 bits to the right; rows 8 apart share one, the second 16 bits to the left."""
-    scales = torch.ones(128, 12)
-    scales[row, block] = 448
-    codes = torch.full((128, 96), 0x22, dtype=torch.uint8)
-    scale_words = four_bit.pack_nvfp4(codes, scales.to(torch.float8_e4m3fn))[1]
-    assert scale_words.shape == (2 * 3, 64)
-    bits = [0x7B00 & 0xFF0, 0x7F60 & 0xFF0]
-    plain = bits[0] | bits[0] << 16
-    usual = plain | (plain >> 8 | plain << 24) & 0xFFFFFFFF
-    where = row // 64 * 3 + block // 4, (row % 64 // 16 * 8 + row % 8) * 2 + block % 4 // 2
-    changed = (bits[0] ^ bits[1]) << 16 * (row % 16 // 8)
-    changed = changed if block % 2 == 0 else (changed >> 8 | changed << 24) & 0xFFFFFFFF
-    wanted = torch.full((6, 64), usual)
-    wanted[where] = usual ^ changed
-    assert torch.equal(scale_words.long() & 0xFFFFFFFF, wanted)
-    none = four_bit.pack_nvfp4(codes, torch.zeros(128, 12).to(torch.float8_e4m3fn))[0]
-    assert not none.any(), "codes are zero where their scale is"
-    negative = four_bit.pack_nvfp4(codes, (-scales).to(torch.float8_e4m3fn))
-    assert torch.equal(negative[1], scale_words)
-    assert torch.equal(negative[0], four_bit.pack_nvfp4(codes ^ 0x88, scales.to(torch.float8_e4m3fn))[0])
-
-
-@pytest.mark.parametrize("cols", [0, 5, 41, 190])
-def test_int4_codes_lie_with_their_threads(cols):
-    """By hand: of one code, its word, and where in it: (j, i) in nibbles from the lowest, l in the upper half."""
-    row = 77
-    codes = torch.zeros(128, 96, dtype=torch.uint8)
-    codes[row, cols // 2] = 0xF << 4 * (cols % 2)
-    words = four_bit.pack_int4(codes, torch.ones(128, 6), None)[0].long() & 0xFFFFFFFF
-    w, h, g = row % 64 // 16, row % 16 // 8, row % 8
-    q, j, i, t, l = cols % 64 // 32, cols % 32 // 16, cols % 16 // 8, cols % 8 // 2, cols % 2
-    wanted = torch.zeros(6, 512, dtype=torch.int64)
-    wanted[row // 64 * 3 + cols // 64, (w * 32 + g * 4 + t) * 4 + 2 * q + h] = 0xF << 4 * (2 * j + i) + 16 * l
-    assert torch.equal(words, wanted)
-
-
-@pytest.mark.parametrize(("group", "words"), [(32, 64), (64, 32), (192, 32)])
-@pytest.mark.parametrize("zeros", [False, True])
-def test_int4_scales_lie_with_their_threads(group, words, zeros):
-    """By hand: a row's largest scale, 1.5, is 1.5 * 2 ** 126, and half of it half of that; a whole row's one scale is
-    2 ** 126. Zero points are both nibbles of a byte, in the word after. Rows 8 apart share words."""
-    codes, scales = torch.zeros(128, 96, dtype=torch.uint8), torch.full((128, 192 // group), 1.5)
-    points = torch.full_like(scales, 5, dtype=torch.uint8)
-    row, last = 77, 192 // group - 1
-    scales[row, last], points[row, last] = 0.75 if last else 4.0, 9
-    found = four_bit.pack_int4(codes, scales, points if zeros else None)[1].long() & 0xFFFFFFFF
-    assert found.shape == (6, words * (1 + zeros))
-    assert four_bit.int4_factor(scales)[76:78].tolist() == ([128.0, 128.0] if last else [192.0, 512.0])
-    usual, changed = (0x7EC0, 0x7E40) if last else (0x7E80, 0x7E80)
-    found = found.view(2, 3, 4, 8, -1, 1 + zeros)  # unit, unit, w, g, scale of the row, kind
-    wanted = torch.tensor([usual | usual << 16, 0x00550055][: 1 + zeros]).expand(found.shape).clone()
-    columns = slice(2, 3) if last else slice(None)
-    each = slice(1, None) if group == 32 else slice(None)
-    wanted[1, columns, 0, 5, each, 0] = usual | changed << 16
-    wanted[1, columns, 0, 5, each, 1:] = 0x00990055
-    assert torch.equal(found, wanted)
-
-
 def test_factors_take_a_rows_largest_scale():
     scales = torch.tensor([[0, 0], [3, 128], [254, 9], [255, 1]], dtype=torch.uint8)
     factor = four_bit.mxfp4_factor(scales)
     assert factor[:3].tolist() == [2.0**-128, 1.0, 2.0**126]
     assert factor[3].isnan()
+    assert four_bit.int4_factor(torch.tensor([[1.5], [4.0]])).tolist() == [192.0, 512.0]  # of whole rows, the scale
 
 
 def test_row_buckets():
@@ -199,7 +108,7 @@ def test_permute_groups_by_expert(N, first, L):
         assert torch.equal(rows[place], hidden[n])
     assert int((order.place >= 0).sum()) == len(wanted)
     assert torch.equal(group_by_expert(ids, first, L).place, order.place)
-    result = marked(N * 3, 6)
+    result = torch.arange(1.0, N * 18 + 1).view(N * 3, 6)
     for every_row in (True, False):
         out = torch.full((N, 6), 7.0)
         weighted_unpermute(result, order, weights, out, every_row=every_row)

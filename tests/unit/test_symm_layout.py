@@ -84,7 +84,6 @@ SIZES = [(4, 7168, 8, 90), (8, 2880, 4, 100)]  # W, H, K, architecture
 
 
 def pushed(payload: str, W: int, H: int, K: int, arch: int) -> str:
-    """PTX of the dispatch kernel as it is launched."""
     pytest.importorskip("triton", reason="needs triton: pip install triton")
     from eprt.dispatch.symm.kernels import dispatch_kernel
     from eprt.dispatch.symm.launch import PACKED_COLUMNS, TUNING

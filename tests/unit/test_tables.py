@@ -40,7 +40,6 @@ def test_pages_are_what_the_command_writes(tables) -> None:
 
 
 def test_what_a_result_file_says_reaches_the_page(tables, monkeypatch) -> None:
-    """A number that changes in the file changes the page."""
     page = (ROOT / "docs/hardware.md").read_text()
     rows = [dict(row) for row in tables.result("dispatch_h200_x2")["rows"]]
     for row in rows:

@@ -28,23 +28,6 @@ def topk(**changes) -> TopK:
     return replace(TopK(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)), **changes)
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (topk(ids=torch.zeros(3, 4, dtype=torch.int32)), r"\(3, 4\) int32.*expected \[T, 2\]"),
-        (topk(ids=torch.zeros(6, dtype=torch.int32)), r"expected \[T, 2\]"),
-        (topk(ids=torch.zeros(3, 2, dtype=torch.int64)), r"int64.*expected int32"),
-        (topk(weights=torch.zeros(2, 2)), r"topk_weights is \(2, 2\)"),
-        (topk(weights=torch.zeros(3, 2, dtype=torch.bfloat16)), r"bfloat16.*expected float32"),
-        (topk(weights=torch.zeros(3, 2, device="meta")), r"on meta, topk_ids on cpu"),
-    ],
-)
-def test_topk_check(bad: TopK, message: str):
-    topk().check(num_experts=4, top_k=2)
-    with pytest.raises(InputError, match=message):
-        bad.check(num_experts=4, top_k=2)
-
-
 def test_topk_values():
     good = topk(ids=torch.tensor([[0, 3], [4, 4], [1, 2]], dtype=torch.int32))
     good.check_ids(4)
@@ -131,23 +114,10 @@ def local_weights(flat: FlatTokens, shard: ExpertShard) -> torch.Tensor:
     return torch.where(local, flat.weights, 0.0)
 
 
-@settings(deadline=None)
-@given(routed())
-def test_identity_experts_return_x_times_its_local_weights(case: tuple[FlatTokens, ExpertShard]):
-    flat, shard = case
-    slabs, place = expert_major_from_flat(flat, shard, flat.ids.numel())
-    slabs.check()
-    assert int(slabs.counts.sum()) == int((local_weights(flat, shard) > 0).sum())
-    slabs.hidden.data[~cases.valid_rows(slabs)] = cases.NAN
-    found = weighted_sum(slabs.hidden.data, place, flat.weights)
-    total = local_weights(flat, shard).sum(1, keepdim=True)
-    expected = torch.where(total > 0, flat.hidden.data * total, 0.0)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # K products added in another order
-
-
 def by_expert(flat: FlatTokens, shard: ExpertShard) -> torch.Tensor:
-    """Expert e multiplies by 1 + e: through slabs and back."""
+    """Expert e multiplies by 1 + e: through slabs and back, with garbage where no row is."""
     slabs, place = expert_major_from_flat(flat, shard, flat.ids.numel())
+    slabs.hidden.data[~cases.valid_rows(slabs)] = cases.NAN
     expert = torch.arange(shard.first_expert, shard.end_expert)[:, None, None]
     return weighted_sum(slabs.hidden.data * (1 + expert), place, flat.weights)
 

@@ -9,13 +9,10 @@ import torch
 from support.cases import vllm_layouts as layouts
 from support.cases.vllm_layouts import H, I, K, L, Loaded
 
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import MoEConfig
 from eprt.errors import CheckpointError
-from eprt.experts import make_executor
 from eprt.integrations.engine.parameters import FallsBackToEngine, expert_weights, mark_unset
 from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout_of
-from eprt.placement import ExpertPlacement
-from eprt.tokens import FlatTokens, Payload
 from eprt.weights import ExpertWeights, Nvfp4
 
 CASES = {
@@ -66,14 +63,7 @@ def test_the_layer_computes_what_the_plain_numbers_say(name: str) -> None:
         bias=loaded.down_bias is not None,
         weight_format=layout_of(loaded.method).weight_format(loaded.method, I, loaded.dtype),
     )
-    shard = ExpertPlacement(L, ParallelConfig()).shard(0)
-    executor = make_executor("reference", config, shard, weights, torch.device("cpu"), RuntimeConfig(), "flat")
-    x, scores = torch.randn(5, H), torch.rand(5, K)
-    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], dtype=torch.int32)
-    y = executor(FlatTokens(Payload.plain(x), ids, scores, L))
-    want = layouts.expected(loaded, x, ids, scores, limit)
-    # Sums of H and I float32 products: 256 * 2^-24 of the largest is the worst rounding there can be.
-    torch.testing.assert_close(y.double(), want, rtol=0, atol=float(want.abs().max()) * 256 * 2**-24)
+    layouts.check_sums(loaded, config, weights, limit)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "Nemotron" not in name])

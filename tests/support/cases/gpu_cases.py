@@ -29,8 +29,6 @@ PACKED_SIZES |= dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_ex
 
 @dataclass(frozen=True)
 class GpuCase:
-    """One layer and how it is run."""
-
     name: str
     config: MoEConfig
     runtime: RuntimeConfig

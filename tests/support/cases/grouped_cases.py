@@ -123,15 +123,14 @@ def check_replays(call, config, weights, shard, static):
 
 
 def errors_against_the_right_one(config, weights, tokens, others):
-    """Of the right weights, then of each of the others, against what the right ones give the witness."""
     expected = witness(config, weights, tokens)
     return [relative_error(build(TritonGroupedExecutor, config, each)(tokens), expected) for each in (weights, *others)]
 
 
-def error_on_flat(config, weights, tokens, shard=None, runtime=RUNTIME):
-    expected = witness(config, weights, tokens, shard)
+def error_on_flat(config, weights, tokens, runtime=RUNTIME):
+    expected = witness(config, weights, tokens)
     out = torch.full((tokens.num_rows, config.hidden_size), NAN, dtype=torch.bfloat16, device=DEVICE)
-    found = build(TritonGroupedExecutor, config, weights, shard, runtime)(tokens, out)
+    found = build(TritonGroupedExecutor, config, weights, runtime=runtime)(tokens, out)
     assert found is out
     return relative_error(out, expected)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from eprt.errors import EprtError
 from eprt.models import load_layer
 from eprt.placement import ExpertShard
 from support.cases import model_recipes
-from support.cases.model_recipes import BLOCKS, RECIPES, VARIANTS, known
+from support.cases.model_recipes import BLOCKS, RECIPES, VARIANTS, known, scratch
 from support.cases.packed_checkpoints import edit
 
 # case -> its recipe; the MoE layer that is compared is the recipe's
@@ -39,7 +38,6 @@ def _tensors(module: torch.nn.Module):
 
 
 def moe_layers(model) -> list[int]:
-    """Numbers of the layers with experts."""
     names = {name for name, _ in model.named_modules() if name.endswith(".experts")}
     return sorted({int(name.split(".")[2]) for name in names})
 
@@ -64,16 +62,11 @@ def shard_of(gate_up: torch.Tensor, down: torch.Tensor, parts: int, shard: Exper
 
 
 @functools.cache
-def _root() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="eprt-models-")
-
-
-@functools.cache
 def saved(case: str):
     """(model, MoE block, layer, folders) of a case: its checkpoint with the family's own names under "original",
     with transformers' stacked ones under "stacked". Made once a process, gone with it."""
     model, block, layer = make_model(case)
-    folders = {kind: Path(_root().name) / case / kind for kind in ("original", "stacked")}
+    folders = {kind: scratch(case) / kind for kind in ("original", "stacked")}
     model.save_pretrained(folders["original"])
     model.save_pretrained(folders["stacked"], save_original_format=False)
     return model, block, layer, folders

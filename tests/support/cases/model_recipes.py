@@ -7,7 +7,9 @@ Every table of families that tests share comes from here: saved checkpoints (mod
 from __future__ import annotations
 
 import functools
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,6 +205,16 @@ def make_model(recipe: Recipe, dtype: torch.dtype = torch.float32, seed: int = 1
         elif tensor.is_floating_point() and any(f".{block}." in name for block in BLOCKS):
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
     return model.to(dtype)
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="eprt-models-")
+
+
+def scratch(name: str) -> Path:
+    """A folder for models that tests of this process share, gone with it."""
+    return Path(_scratch().name) / name
 
 
 def known(recipe: Recipe) -> bool:

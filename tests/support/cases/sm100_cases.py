@@ -51,7 +51,6 @@ def case(weight_format: str, size: tuple[int, int], activation=SILU, rank: int =
 
 
 def build(kind, fake, config, shard, weights, runtime=RUNTIME) -> Executor:
-    """An executor of `kind` on the stand-in `fake`."""
     kind = type("Built", (kind,), {"kernels": fake.kernels()})
     return kind(config, shard, weights, CPU, runtime)
 

@@ -11,7 +11,7 @@ CHAT = (
 )
 
 
-def write_tokenizer(folder: Path, vocabulary: int, chat: str | None = CHAT) -> int:
+def write_tokenizer(folder: Path, vocabulary: int) -> int:
     """Adds a tokenizer to a checkpoint; returns the number of its characters, the ids from there on have no text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -23,7 +23,7 @@ def write_tokenizer(folder: Path, vocabulary: int, chat: str | None = CHAT) -> i
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=names[-1])
-    fast.chat_template = chat
+    fast.chat_template = CHAT
     fast.save_pretrained(folder)
     return len(characters)
 

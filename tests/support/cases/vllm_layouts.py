@@ -1,6 +1,6 @@
 """Experts as vLLM 0.26 and 0.32 hold them after loading, written by hand, beside the plain numbers they stand for.
 
-Nothing of eprt is used here: packing and shapes are those of the formats' papers and of vLLM's
+Nothing of eprt is used for them: packing and shapes are those of the formats' papers and of vLLM's
 `create_weights`.
 """
 
@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.experts import make_executor
+from eprt.placement import ExpertPlacement
+from eprt.tokens import FlatTokens, Payload
+from eprt.weights import ExpertWeights
 from support.cases.number_formats import E2M1, mxfp4_numbers, packed
 from support.cases.packed_int4 import awq_words, words
 
@@ -257,3 +262,15 @@ def expected(
                 y = y + layer.down_bias[e]
             total[t] += float(weights[t, slot]) * y
     return total
+
+
+def check_sums(layer: Loaded, config: MoEConfig, weights: ExpertWeights, limit: float | None = None) -> None:
+    """Experts that eprt read compute what the plain numbers say."""
+    shard = ExpertPlacement(L, ParallelConfig()).shard(0)
+    executor = make_executor("reference", config, shard, weights, torch.device("cpu"), RuntimeConfig(), "flat")
+    x, scores = torch.randn(5, H), torch.rand(5, K)
+    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], dtype=torch.int32)
+    want = expected(layer, x, ids, scores, limit)
+    found = executor(FlatTokens(Payload.plain(x), ids, scores, L))
+    # Sums of H and I float32 products: 256 * 2^-24 of the largest is the worst rounding there can be.
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=float(want.abs().max()) * 256 * 2**-24)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from contextlib import nullcontext
 from functools import cache
 
@@ -16,7 +14,7 @@ from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
-from support.builders import distinct_experts, said, whole_numbers
+from support.builders import die, distinct_experts, said, whole_numbers
 
 E, K, H, I = 8, 3, 16, 8
 # Whole numbers through ReLU^2: every sum is exact in float32 whatever its order, so placements must agree bit for bit.
@@ -172,7 +170,7 @@ def killed_half_way(context, folder):
     layer = build(world, (*range(E), 0))
     before, held = layer.placement, {n: t.clone() for n, t in layer.executor.slot_tensors().items()}
     if world.rank == 1:
-        world.all_to_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        world.all_to_all = die
     try:
         rebalance(world, [layer], [ExpertPlacement(E, world.parallel, (0, *reversed(range(E))))])
     except EprtError as error:

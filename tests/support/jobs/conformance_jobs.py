@@ -263,10 +263,16 @@ INPUT = {
     "everything_on_another_device": (_on_rank_1(_to_meta), "InputError", "meta"),
     "ids_in_int64": (_ids(lambda ids: ids.long()), "InputError", "expected int32"),
     "ids_of_another_top_k": (_ids(lambda ids: ids[:, :-1]), "InputError", "expected [T, 3]"),
+    "ids_of_one_dimension": (_ids(lambda ids: ids[:, 0]), "InputError", "expected [T, 3]"),
     "ids_on_another_device": (_ids(lambda ids: ids.to("meta")), "InputError", "meta"),
     "id_below_zero": (_ids(_set(-1)), "InputError", "spans [-1, "),
     "id_above_the_invalid_one": (_ids(_set(F32.num_experts + 1)), "InputError", ", 9]"),
     "weights_in_bf16": (_weights(lambda weights: weights.bfloat16()), "InputError", "expected float32"),
+    "weights_on_another_device": (
+        _weights(lambda weights: weights.to("meta")),
+        "InputError",
+        "topk_weights is on meta",
+    ),
     "weights_of_another_shape": (
         _weights(lambda weights: weights[:, :-1]),
         "InputError",

@@ -18,6 +18,7 @@ from eprt.tokens import TopK
 from eprt.world import World, groups
 from eprt.world.links import Links
 from support.builders import NOTHING, die, said, stop_for
+from support.jobs.attack_jobs import late_client
 
 LIMIT_S = 3.0  # of the Worlds here: half of it is the silent limit
 
@@ -87,7 +88,7 @@ def garbage_for_the_guard(context) -> str:
     guard = world._guard
     assert guard is not None
     if context.rank == 1:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = late_client()
         for key in [*store.list_keys(), "verdict", "beat/0"] if hasattr(store, "list_keys") else ["verdict"]:
             for value in ("5", '["\\u001b[31m"]', "\0", "[" * 5000):
                 for name in ("verdict", "beat/0", "over"):

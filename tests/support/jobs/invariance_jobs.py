@@ -23,7 +23,6 @@ SHAPES = {"gpt-oss-20b": "gpt-oss-20b", "qwen3-30b": "Qwen3-30B-A3B"}  # publish
 
 
 def config_of(weight_format: str, bias: bool = False, hidden: int = 96) -> MoEConfig:
-    """A layer of 8 experts."""
     config = make_config(weight_format, bias=bias)
     return replace(config, num_experts=8, top_k=3, hidden_size=hidden, intermediate_size=hidden // 96 * 64)
 

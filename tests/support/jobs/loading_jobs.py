@@ -120,7 +120,6 @@ def refused(context, wrong):
 
 
 def sorted_columns(weights, order):
-    """The same experts, their columns in another order."""
     return replace(weights, gate_up=Dense(weights.gate_up.data[:, :, order]), hidden_order=order)
 
 

@@ -69,7 +69,6 @@ def _dies_in(phase: str) -> Callable[[str], Any]:
 
 
 def shared_experts_and_tokens(context, attention_tp: int, moe_tp: int, victim: int) -> tuple[tuple[int, ...], str]:
-    """A rank that shares tokens, or experts, with others."""
     world = context.world(attention_tp_size=attention_tp, moe_tp_size=moe_tp, timeout_s=LIMIT_S)
     job = CheckedLayer(world, "torch", "continue")
     job.step(0)

@@ -42,7 +42,6 @@ def arguments(**changes: Any) -> Any:
 
 
 def runner_config(**changes: Any) -> Any:
-    """A MoeRunnerConfig."""
     config = SimpleNamespace(
         activation="silu",
         is_gated=True,
