@@ -16,9 +16,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from eprt.config import MAX_EXPERTS, ParallelConfig
 from eprt.errors import ConfigError
+from eprt.json_files import shown
+from eprt.kinds import require_kinds
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.rounding import ceil_div
 
@@ -50,8 +53,13 @@ def plan_placement(
     Raises:
         ConfigError: too few slots, sizes that don't divide, counts that are none, or a `current` of another size.
     """
-    E, ranks = len(counts), parallel.ep_size
-    _require_sizes(counts, ranks, num_slots)
+    require_kinds(plan_placement, locals())
+    counts, ranks = numbers_of(counts, max(1, len(counts))), parallel.ep_size
+    E = len(counts)
+    if not E <= num_slots <= MAX_EXPERTS or num_slots % ranks:
+        raise ConfigError(
+            f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, {E} to {MAX_EXPERTS}"
+        )
     if domain_size is None:
         domain_size = max(1, (parallel.ranks_per_host or parallel.world_size) // parallel.moe_tp_size)
     if domain_size < 1 or (domain_size < ranks and ranks % domain_size):
@@ -66,22 +74,17 @@ def plan_placement(
     return ExpertPlacement(E, parallel, tuple(chain.from_iterable(plan.held)))
 
 
-def _require_sizes(counts: Sequence[int], ranks: int, num_slots: int) -> None:
-    """Raises ConfigError."""
-    E = len(counts)
-    require_counts(counts, max(1, E))
-    if not E <= num_slots <= MAX_EXPERTS or num_slots % ranks:
-        raise ConfigError(
-            f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, {E} to {MAX_EXPERTS}"
-        )
+def numbers_of(counts: Sequence[Any], num_experts: int) -> list[Any]:
+    """Returns counts as Python's own numbers: a tensor's would be rounded to float32.
 
-
-def require_counts(counts: Sequence[float], num_experts: int) -> None:
-    """Raises ConfigError unless there is one count for each expert, finite and not negative."""
-    wrong = [count for count in counts if not 0 <= count < math.inf]
-    if len(counts) != num_experts or wrong:
-        found = f"counts of {len(counts)} experts" + f", {wrong[:1]} among them" * bool(wrong)
+    Raises ConfigError unless there is one for each expert, finite and not negative.
+    """
+    numbers = [count.tolist() if hasattr(count, "tolist") else count for count in counts]
+    wrong = [count for count in numbers if not isinstance(count, (int, float)) or not 0 <= count < math.inf]
+    if len(numbers) != num_experts or wrong:
+        found = f"counts of {len(numbers)} experts" + f", {shown(wrong[:1])} among them" * bool(wrong)
         raise ConfigError(f"{found}: expected one for each of {num_experts}, finite and none negative")
+    return numbers
 
 
 def _fewest_replicas(
@@ -137,12 +140,14 @@ def rank_loads(counts: Sequence[float], placement: ExpertPlacement) -> tuple[flo
     Raises:
         ConfigError: counts of another number of experts, or counts that are none.
     """
-    require_counts(counts, placement.num_experts)
+    require_kinds(rank_loads, locals())
+    counts = numbers_of(counts, placement.num_experts)
     return tuple(_Slots(counts, by_rank(placement), placement.parallel.ep_size).loads)
 
 
 def imbalance(loads: Sequence[float]) -> float:
     """Returns max / mean; 1 where nothing was counted."""
+    require_kinds(imbalance, locals())
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
