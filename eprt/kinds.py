@@ -37,6 +37,8 @@ def _fits(value: Any, hint: Any) -> bool:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, each) for each in inner)
+    if kind is Any:
+        return True
     if kind is Literal:
         return isinstance(value, str) and value in inner
     if kind is Mapping:
