@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from eprt.errors import ConfigError
+from eprt.kinds import require_kinds
 
 WeightFormat = Literal["f32", "bf16", "mxfp4", "nvfp4", "fp8_tensor", "fp8_block", "fp8_channel", "mxfp8", "int4"]
 PayloadFormat = Literal["f32", "bf16", "fp8_block", "nvfp4"]
@@ -72,6 +73,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         _require_name("activation kind", self.kind, ActivationKind)
+        require_kinds(Activation, vars(self))
         for name in ("alpha", "beta"):
             _require(math.isfinite(getattr(self, name)), f"activation {name} {getattr(self, name)}: must be finite")
         finite = self.limit is None or (self.limit > 0 and math.isfinite(self.limit))
@@ -119,6 +121,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         _require_name("routing method", self.method, RoutingMethod)
+        require_kinds(Routing, vars(self))
         _require(
             math.isfinite(self.jitter) and self.jitter >= 0, f"routing jitter {self.jitter}: must be finite, 0 or more"
         )
@@ -139,6 +142,7 @@ class SharedExpert:
 
     def __post_init__(self) -> None:
         require_size("intermediate_size of the shared expert", self.intermediate_size, MAX_WIDTH)
+        require_kinds(SharedExpert, vars(self))
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class MoEConfig:
             require_size(name, getattr(self, name), MAX_WIDTH)
         if self.model_hidden_size is not None:
             require_size("model_hidden_size", self.model_hidden_size, MAX_WIDTH)
-        _require_name("weight_format", self.weight_format, WeightFormat)
+        require_kinds(MoEConfig, vars(self))
         _require(
             self.top_k <= self.num_experts,
             f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits distinct experts",
@@ -316,12 +320,7 @@ class RuntimeConfig:
             found: object = getattr(self, name)
             _require(isinstance(found, str), f"{name} {found!r}: expected a name from its table, or 'auto'")
         require_size("max_tokens_per_rank", self.max_tokens_per_rank)
-        formats = {"payload": PayloadFormat, "combine_payload": CombineFormat, "token_format": TokenFormat}
-        for name, known in formats.items():
-            if (found := getattr(self, name)) is not None:
-                _require_name(name, found, known)
-        for name, known in {"on_rank_lost": OnRankLost, "validate": Validation, "phase": Phase}.items():
-            _require_name(name, getattr(self, name), known)
+        require_kinds(RuntimeConfig, vars(self))
 
     @property
     def may_leave_out(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from eprt.errors import ConfigError
@@ -35,6 +37,18 @@ def write_whole(path: Path, content: str | bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
+def require_writable(path: Path) -> None:
+    """Raises OSError, which names the path, where `write_whole` couldn't write: before what it is to hold is made."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.is_file() or not path.exists():  # not /dev/stdout
+            with TemporaryFile(dir=next(folder for folder in path.resolve().parents if folder.exists())):
+                pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def is_strangers_link(path: Path) -> bool:
     """Tells whether the path is a link that neither this user nor root made."""
     return path.is_symlink() and path.lstat().st_uid not in (os.geteuid(), 0)
@@ -52,9 +66,17 @@ def new_figure(width: float, height: float) -> Figure:
 def save_figure(figure: Figure, path: Path, flag: str = "") -> None:
     """Writes a picture in the format that the file's name says. Raises ConfigError where it can't be written, which
     begins with the `flag` that named it."""
-    drawn = BytesIO()
     try:
-        figure.savefig(drawn, format=path.suffix.removeprefix(".") or None)
-        write_whole(path, drawn.getvalue())
-    except (ValueError, OSError) as error:
+        write_whole(path, drawn(figure, path, flag))
+    except OSError as error:
         raise ConfigError(f"{flag}{path}: {error}") from error
+
+
+def drawn(figure: Figure, path: Path, flag: str = "") -> bytes:
+    """Returns the content of the file that `save_figure` writes. Raises ConfigError for a format that isn't known."""
+    content = BytesIO()
+    try:
+        figure.savefig(content, format=path.suffix.removeprefix(".") or None)
+    except ValueError as error:
+        raise ConfigError(f"{flag}{path}: {error}") from error
+    return content.getvalue()

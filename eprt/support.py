@@ -17,6 +17,7 @@ import torch
 
 from eprt.config import PayloadFormat, TokenFormat, WeightFormat
 from eprt.errors import ConfigError
+from eprt.kinds import require_kinds
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Device:
     @classmethod
     def parse(cls, text: str, *, installed: bool = False) -> Device:
         """Reads `cpu`, `sm90`, `sm100`, ... Raises ConfigError."""
+        require_kinds(Device.parse, locals())
         if text == "cpu":
             return cls("cpu", 0, installed)
         if re.fullmatch(r"sm[0-9]{2,3}", text):

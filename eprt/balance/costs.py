@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from eprt.balance.planner import by_rank, imbalance, require_counts
+from eprt.balance.planner import by_rank, imbalance, numbers_of
 from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.experts import executor_spec
+from eprt.kinds import require_kinds
 from eprt.placement import EMPTY, ExpertPlacement, chosen_slots
 from eprt.plan.model import WEIGHT_BYTES, expert_values, modelled_experts
 from eprt.support import Device
@@ -31,6 +32,7 @@ def expert_bytes(config: MoEConfig, moe_tp_size: int = 1) -> int:
 
 def modelled(config: MoEConfig, parallel: ParallelConfig, executor: str, device: Device) -> RankTime:
     """Returns the time by the plan's cost model. Raises ConfigError for an unknown device or executor."""
+    require_kinds(modelled, locals())
     spec = executor_spec(executor)
 
     def seconds(rows: float, experts: float) -> float:
@@ -97,7 +99,8 @@ def weigh(
     Raises:
         ConfigError: counts of another number of experts, or counts that are none.
     """
-    require_counts(counts, config.num_experts)
+    require_kinds(weigh, locals())
+    counts = numbers_of(counts, config.num_experts)
     size = expert_bytes(config, before.parallel.moe_tp_size)
     rows = tokens * before.parallel.world_size * config.top_k  # each rank sends tokens of its own
     old, new = (_loaded(counts, placement, rows, one_replica, time) for placement in (before, after))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from eprt.config import MAX_EXPERTS
 from eprt.errors import ConfigError, EprtError
 from eprt.files import write_whole
 from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
+from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
 from eprt.world.agree import Header, exchange
@@ -56,19 +58,24 @@ def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int
     Raises:
         ConfigError: no experts, or too many; an exponent that is negative, or 100 and more.
     """
+    require_kinds(zipf, locals())
     if not 1 <= num_experts <= MAX_EXPERTS or not 0 <= exponent < 100:
         raise ConfigError(
             f"Zipf over {num_experts} experts with exponent {exponent}: expected 1 to {MAX_EXPERTS} experts, and an "
             "exponent from 0 to below 100"
         )
-    shares = [(place + 1) ** -exponent for place in range(num_experts)]
+    shares = [(place + 1) ** -float(exponent) for place in range(num_experts)]
     whole = sum(shares)
     return tuple(round(total * share / whole) for share in shares)
 
 
 def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:
     """Writes counts by layer number as JSON, for `read_counts` and `eprt plan-experts`. Raises ConfigError."""
-    layers = {str(layer): [int(count) for count in row] for layer, row in counts.items()}
+    require_kinds(write_counts, locals())
+    try:
+        layers = {str(layer): [index(count) for count in row] for layer, row in counts.items()}
+    except TypeError as error:
+        raise ConfigError(f"{path}: counts are {shown(counts)}: expected whole numbers") from error
     value = {"format": FORMAT, "version": VERSION, "layers": layers}
     _checked(value, path)
     try:
@@ -79,6 +86,7 @@ def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:
 
 def read_counts(path: str | Path) -> Counts:
     """Reads a file of `write_counts`. Raises ConfigError naming the file and what is wrong with it."""
+    require_kinds(read_counts, locals())
     raw = read_bounded(Path(path), MAX_BYTES, ConfigError)
     return _checked(parse(raw, f"{path} is no file of expert counts", ConfigError), path)
 

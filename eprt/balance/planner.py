@@ -1,4 +1,4 @@
-"""Plans where replicas should lie, from counts: offline, deterministic, plain Python.
+"""Plans where replicas should lie, from counts: offline, deterministic, on the CPU.
 
 An expert's load is shared evenly by its replicas (as prefill deals tokens out). Replicas go, one after the other, to
 the expert whose replicas carry most; then the heaviest are put first, each into the emptiest host or NVLink domain and
@@ -13,18 +13,28 @@ cool as one in every spare slot would, and the other slots stay empty; experts s
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import chain
+from typing import Any
 
+import numpy as np
+
+from eprt.balance.matching import in_place, matched
 from eprt.config import MAX_EXPERTS, ParallelConfig
 from eprt.errors import ConfigError
+from eprt.json_files import shown
+from eprt.kinds import require_kinds
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.rounding import ceil_div
 
 # How much hotter the hottest rank may stay than replicas in all slots make it, where fewer replicas do or fewer experts
 # travel for it.
 GOOD_ENOUGH = 1.02 * (1 + 1e-9)  # the same loads are summed in another order
+
+PAIRS = 1 << 20  # of experts that are weighed against each other at a time
 
 
 def plan_placement(
@@ -50,8 +60,13 @@ def plan_placement(
     Raises:
         ConfigError: too few slots, sizes that don't divide, counts that are none, or a `current` of another size.
     """
-    E, ranks = len(counts), parallel.ep_size
-    _require_sizes(counts, ranks, num_slots)
+    require_kinds(plan_placement, locals())
+    counts, ranks = numbers_of(counts, max(1, len(counts))), parallel.ep_size
+    E = len(counts)
+    if not E <= num_slots <= MAX_EXPERTS or num_slots % ranks:
+        raise ConfigError(
+            f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, {E} to {MAX_EXPERTS}"
+        )
     if domain_size is None:
         domain_size = max(1, (parallel.ranks_per_host or parallel.world_size) // parallel.moe_tp_size)
     if domain_size < 1 or (domain_size < ranks and ranks % domain_size):
@@ -66,22 +81,17 @@ def plan_placement(
     return ExpertPlacement(E, parallel, tuple(chain.from_iterable(plan.held)))
 
 
-def _require_sizes(counts: Sequence[int], ranks: int, num_slots: int) -> None:
-    """Raises ConfigError."""
-    E = len(counts)
-    require_counts(counts, max(1, E))
-    if not E <= num_slots <= MAX_EXPERTS or num_slots % ranks:
-        raise ConfigError(
-            f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, {E} to {MAX_EXPERTS}"
-        )
+def numbers_of(counts: Sequence[Any], num_experts: int) -> list[Any]:
+    """Returns counts as Python's own numbers: a tensor's would be rounded to float32.
 
-
-def require_counts(counts: Sequence[float], num_experts: int) -> None:
-    """Raises ConfigError unless there is one count for each expert, finite and not negative."""
-    wrong = [count for count in counts if not 0 <= count < math.inf]
-    if len(counts) != num_experts or wrong:
-        found = f"counts of {len(counts)} experts" + f", {wrong[:1]} among them" * bool(wrong)
+    Raises ConfigError unless there is one for each expert, finite and not negative.
+    """
+    numbers = [count.tolist() if hasattr(count, "tolist") else count for count in counts]
+    wrong = [count for count in numbers if not isinstance(count, (int, float)) or not 0 <= count < math.inf]
+    if len(numbers) != num_experts or wrong:
+        found = f"counts of {len(numbers)} experts" + f", {shown(wrong[:1])} among them" * bool(wrong)
         raise ConfigError(f"{found}: expected one for each of {num_experts}, finite and none negative")
+    return numbers
 
 
 def _fewest_replicas(
@@ -137,12 +147,14 @@ def rank_loads(counts: Sequence[float], placement: ExpertPlacement) -> tuple[flo
     Raises:
         ConfigError: counts of another number of experts, or counts that are none.
     """
-    require_counts(counts, placement.num_experts)
+    require_kinds(rank_loads, locals())
+    counts = numbers_of(counts, placement.num_experts)
     return tuple(_Slots(counts, by_rank(placement), placement.parallel.ep_size).loads)
 
 
 def imbalance(loads: Sequence[float]) -> float:
     """Returns max / mean; 1 where nothing was counted."""
+    require_kinds(imbalance, locals())
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
@@ -169,9 +181,13 @@ class _Slots:
         It takes no more slots per rank than needed, as a rank's time grows with its experts, too.
         """
         copies = [1] * len(counts)
-        for _ in range(replicas):
-            if fewer := [expert for expert, n in enumerate(copies) if n < ranks]:
-                copies[max(fewer, key=lambda e: counts[e] / copies[e])] += 1
+        heaviest = [(-count / 1, expert) for expert, count in enumerate(counts)] * (ranks > 1)
+        heapify(heaviest)
+        for _ in range(min(replicas, (ranks - 1) * len(counts))):
+            _, expert = heappop(heaviest)
+            copies[expert] += 1
+            if copies[expert] < ranks:
+                heappush(heaviest, (-counts[expert] / copies[expert], expert))
         plan = cls(counts, [[] for _ in range(ranks)], domain_size)
         plan.share = [count / n for count, n in zip(counts, copies, strict=True)]
         L = ceil_div(len(counts) + replicas, ranks)
@@ -190,7 +206,7 @@ class _Slots:
         size = self.domain_size
         in_domain = [sum(self.loads[start : start + size]) for start in range(0, len(self.held), size)]
         free = [rank for rank, held in enumerate(self.held) if len(held) < L]
-        fresh = [rank for rank in free if expert not in self.held[rank]]
+        fresh = [rank for rank in free if self.held[rank][-1:] != [expert]]  # its replicas come one after the other
         if not fresh:  # a second replica on one rank would carry nothing: the slot stays empty, and the others share
             self.share[expert] = self.counts[expert] / max(1, sum(expert in held for held in self.held))
             self._sum()
@@ -220,20 +236,31 @@ class _Slots:
     def _best_trade(self, hot: int) -> tuple[float, int, int, int, int] | None:
         """Returns (hotter of the two afterwards, hot rank, its place, other rank, its place)."""
         best: tuple[float, int, int, int, int] | None = None
+        limit = self.loads[hot] * (1 - 1e-9)
         for rank, held in enumerate(self.held):
             even = (self.loads[hot] + self.loads[rank]) / 2  # no trade of these two does better
-            if rank == hot or even >= (best[0] if best else self.loads[hot]) * (1 - 1e-9):
+            if rank == hot or even >= limit:
                 continue
-            for i, mine in enumerate(self.held[hot]):
-                for j, theirs in enumerate(held):
-                    moved = self._carries(mine) - self._carries(theirs)
-                    after = max(self.loads[hot] - moved, self.loads[rank] + moved)
-                    if after >= (best[0] if best else self.loads[hot]) * (1 - 1e-9):
-                        continue
-                    if mine in held or (theirs != EMPTY and theirs in self.held[hot]):
-                        continue
-                    best = after, hot, i, rank, j
+            mine, mine_carry = self._tradable(hot, held)
+            theirs, theirs_carry = self._tradable(rank, self.held[hot])
+            for start in range(0, len(mine), step := max(1, PAIRS // max(1, len(theirs)))):
+                moved = (mine_carry[start : start + step, None] - theirs_carry).ravel()
+                after = np.maximum(self.loads[hot] - moved, self.loads[rank] + moved)
+                left = np.flatnonzero(after < limit)
+                while left.size:
+                    i, j = divmod(int(left[0]), len(theirs))
+                    best = float(after[left[0]]), hot, mine[start + i], rank, theirs[j]
+                    limit = best[0] * (1 - 1e-9)
+                    left = left[after[left] < limit]
         return best
+
+    def _tradable(self, rank: int, other: list[int]) -> tuple[list[int], np.ndarray]:
+        """Returns the places of a rank's experts that `other` lacks, with what they carry, and its first empty one."""
+        held, taken = self.held[rank], {*other} - {EMPTY}
+        places = [place for place, expert in enumerate(held) if expert != EMPTY and expert not in taken]
+        if EMPTY in held:
+            insort(places, held.index(EMPTY))
+        return places, np.array([self._carries(held[place]) for place in places])
 
     def _swap(self, hot: int, i: int, rank: int, j: int) -> None:
         self.held[hot][i], self.held[rank][j] = self.held[rank][j], self.held[hot][i]
@@ -300,15 +327,15 @@ class _Slots:
         homes = self._homes()
         best: tuple[float, int, int, int] | None = None
         for rank, held in enumerate(self.held):
-            for place, victim in enumerate(held):
+            for victim in dict.fromkeys(held):  # one empty slot is as good as another
                 if rank == hot or (victim != EMPTY and len(homes[victim]) < 2):
                     continue
-                for expert in self.held[hot]:
+                for expert in dict.fromkeys(self.held[hot]):
                     if expert in (EMPTY, victim) or expert in held:
                         continue
                     after = max(self._after_copy(homes, expert, rank, victim))
                     if after < (best[0] if best else self.loads[hot]) * (1 - 1e-9):
-                        best = after, expert, rank, place
+                        best = after, expert, rank, held.index(victim)
         return best
 
     def _after_copy(self, homes: list[list[int]], expert: int, rank: int, victim: int) -> list[float]:
@@ -353,42 +380,13 @@ class _Slots:
         domains = [list(range(start, start + size)) for start in range(0, len(now), size)]
         whole = [[list(chain.from_iterable(held[r] for r in d)) for d in domains] for held in (self.held, now)]
         target: dict[int, int] = {}
-        for mine, theirs in _matched([[overlap(a, b) for b in whole[1]] for a in whole[0]]):
+        for mine, theirs in matched([[overlap(a, b) for b in whole[1]] for a in whole[0]]):
             inner = [[overlap(self.held[a], now[b]) for b in domains[theirs]] for a in domains[mine]]
-            target |= {domains[theirs][b]: domains[mine][a] for a, b in _matched(inner)}
-        return replace(self, held=[_in_place(self.held[target[rank]], now[rank]) for rank in range(len(now))])
+            target |= {domains[theirs][b]: domains[mine][a] for a, b in matched(inner)}
+        return replace(self, held=[in_place(self.held[target[rank]], now[rank]) for rank in range(len(now))])
 
 
 def by_rank(placement: ExpertPlacement) -> list[list[int]]:
     """Returns [ranks][L] the experts in each rank's slots."""
     L = placement.num_local_experts
     return [list(placement.slots[start : start + L]) for start in range(0, placement.num_slots, L)]
-
-
-def _matched(score: list[list[int]]) -> list[tuple[int, int]]:
-    """Returns pairs (row, column), each once, the best pair first."""
-    size = range(len(score))
-    rows, columns = set(size), set(size)
-    found: list[tuple[int, int]] = []
-    for row, column in sorted(((r, c) for r in size for c in size), key=lambda rc: (-score[rc[0]][rc[1]], rc)):
-        if row in rows and column in columns:
-            found.append((row, column))
-            rows.remove(row)
-            columns.remove(column)
-    return found
-
-
-def _in_place(experts: list[int], now: list[int]) -> list[int]:
-    """Orders `experts`, each as often as before, so that those already there keep their slots."""
-    left = list(experts)
-    slots = [EMPTY] * len(now)
-    open_slots: list[int] = []
-    for slot, expert in enumerate(now):
-        if expert != EMPTY and expert in left:
-            slots[slot] = expert
-            left.remove(expert)
-        else:
-            open_slots.append(slot)
-    for slot, expert in zip(open_slots, sorted(left, key=lambda e: (e == EMPTY, e)), strict=True):
-        slots[slot] = expert
-    return slots

@@ -13,6 +13,7 @@ from eprt.balance.planner import imbalance, rank_loads
 from eprt.errors import ConfigError
 from eprt.files import new_figure, save_figure
 from eprt.json_files import shown
+from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.world import World
@@ -99,6 +100,7 @@ def report(
     Raises:
         ConfigError: other numbers of layers or experts, or counts that are none.
     """
+    require_kinds(report, {"placements": placements, "layers": layers})
     try:
         rows = [[float(count) for count in row] for row in counts]
     except (TypeError, ValueError) as error:

@@ -89,6 +89,20 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _require_files(command: Any) -> None:
+    """Refuses files that couldn't be written at the end of a command, minutes later. Raises OSError, ConfigError."""
+    from eprt.cli.arguments import Generate
+    from eprt.files import drawn, new_figure, require_writable
+
+    if isinstance(command, Generate):  # whose journal has rules of its own
+        return
+    for name in ("output", "out", "plot"):
+        if (path := getattr(command, name, None)) is not None:
+            require_writable(path)
+    if (path := getattr(command, "plot", None)) is not None:
+        drawn(new_figure(1, 1), path, "--plot ")
+
+
 def _run(where: str, command: Any, terminal: Terminal) -> int:
     module, _, name = where.partition(":")
     try:
@@ -99,6 +113,8 @@ def _run(where: str, command: Any, terminal: Terminal) -> int:
             if os.getcwd() not in sys.path:  # the console script leaves the current folder out
                 sys.path.append(os.getcwd())
             load_plugins(plugins)
+        if terminal.speaks:
+            _require_files(command)
         function: Callable[[Any, Terminal], int] = getattr(importlib.import_module(module), name)
         return function(command, terminal)
     except OutputLost:

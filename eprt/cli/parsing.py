@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import make_dataclass
@@ -31,6 +33,7 @@ COMMANDS: dict[str, tuple[type[Any], str]] = {
     "bench exchange": (commands.BenchExchange, "eprt.cli.bench:bench_exchange"),
     "bench step": (commands.BenchStep, "eprt.cli.bench:bench_step"),
 }
+NARROWEST = 40  # columns: tyro takes minutes to lay its help out in five
 RUNS: dict[type[Any], str] = dict(COMMANDS.values())
 _ABOUT = (
     "Expert-parallel runtime for Mixture-of-Experts inference on torch.distributed. `eprt --version` prints the "
@@ -42,6 +45,12 @@ _BENCH = "Measure a layer, the transports, the executors, the router, the ranks'
 def parse(words: Sequence[str] | None = None) -> Any:
     """Returns the arguments of the command that `words` (default: the process's own) ask for: an instance of one of the
     classes in `COMMANDS`. Prints help, version or an error and exits."""
+    if (width := shutil.get_terminal_size().columns) < NARROWEST:
+        os.environ["COLUMNS"] = str(NARROWEST)
+        try:
+            return parse(words)
+        finally:
+            os.environ["COLUMNS"] = str(width)
     words = list(sys.argv[1:] if words is None else words)
     if words == ["--version"]:
         sys.stdout.write(f"eprt {__version__}\n")

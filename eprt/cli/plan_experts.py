@@ -63,6 +63,11 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
 
 
 def _counts(arguments: PlanExperts, configs: dict[int, MoEConfig]) -> Counts:
+    if arguments.experts is not None and (arguments.model is not None or arguments.counts is not None):
+        where = "--counts" if arguments.model is None else "--model"
+        raise ConfigError(f"--experts {arguments.experts}: {where} says how many there are; leave one of them out")
+    if arguments.counts is not None and arguments.zipf != PlanExperts.zipf:
+        raise ConfigError(f"--zipf {arguments.zipf} stands for counts, and --counts names them: leave one of them out")
     if arguments.counts is not None:
         counts = read_counts(arguments.counts)
         for layer, row in counts.items():

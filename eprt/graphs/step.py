@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.graphs.recording import GraphedLayer, Padding, PeerWatch, Pool, Recording, refusal
+from eprt.kinds import require_kinds
 from eprt.world import World
 from eprt.world.agree import Header, agree_step, exchange, fingerprint_of
 from eprt.world.collectives import Step
@@ -69,6 +70,7 @@ class StepGraphs:
         buckets: Sequence[int] = DEFAULT_BUCKETS,
         idle: Callable[[], object] | None = None,
     ) -> None:
+        require_kinds(StepGraphs.__init__, locals())
         self._world, self._layers, self._forward, self._idle = world, list(layers), forward, idle
         _require_buckets(buckets)
         self.buckets = tuple(sorted(set(buckets)))

@@ -19,8 +19,9 @@ from eprt.engines import Engine, make_engines
 from eprt.errors import EprtError, InputError, UsageError
 from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
+from eprt.kinds import require_kinds
 from eprt.layer.loading import ExpertLoading
-from eprt.layer.parts import check_kinds, check_parts
+from eprt.layer.parts import check_number, check_parts
 from eprt.layer.rounds import Given, LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slots import ChosenSlots, Slices
 from eprt.layer.warming import compile_kernels
@@ -82,14 +83,16 @@ class ExpertParallelMoE(nn.Module):
         layer: int = 0,
         placement: ExpertPlacement | None = None,
     ) -> None:
+        given = locals()
+        require_kinds(ExpertParallelMoE.__init__, {"world": world})  # without one, there are no peers to tell
         super().__init__()
         self.config, self.world = config, world
         self.observe: Callable[[str], AbstractContextManager[Any]] = _no_observer
         self.see: Callable[[str, TopK | RouterLogits | Dispatched], object] | None = None
         runtime = runtime or RuntimeConfig()
         try:
-            check_kinds(layer, config=config, experts=experts, runtime=runtime)
-            check_kinds(layer, router=router, shared=shared, latent=latent, placement=placement)
+            check_number(layer)
+            require_kinds(ExpertParallelMoE.__init__, given)
             check_parts(config, router, shared, latent)
             self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
             inside = self.placement.in_slots(config)

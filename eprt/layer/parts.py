@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from eprt.config import MoEConfig, RuntimeConfig
+from eprt.config import MoEConfig
 from eprt.errors import ConfigError
 from eprt.json_files import shown
-from eprt.placement import ExpertPlacement
 from eprt.routing import Router
-from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
+from eprt.weights import LatentWeights, SharedExpertWeights
 
 MAX_LAYER = 2**31 - 1
-_KINDS: dict[str, tuple[type, ...]] = {
-    "config": (MoEConfig,),
-    "experts": (ExpertWeights,),
-    "runtime": (RuntimeConfig,),
-    "router": (Router, type(None)),
-    "shared": (SharedExpertWeights, type(None)),
-    "latent": (LatentWeights, type(None)),
-    "placement": (ExpertPlacement, type(None)),
-}
 
 
-def check_kinds(layer: object, **given: object) -> None:
-    """Raises ConfigError unless `layer` is a layer's number, and all else is of its kind."""
+def check_number(layer: object) -> None:
+    """Raises ConfigError unless `layer` is a layer's number."""
     if type(layer) is not int or not 0 <= layer <= MAX_LAYER:
         raise ConfigError(f"layer {shown(layer)}: expected the layer's number, from 0 to {MAX_LAYER}")
-    for name, value in given.items():
-        if not isinstance(value, _KINDS[name]):
-            raise ConfigError(f"{name} is {type(value).__name__}: expected {_KINDS[name][0].__name__}")
 
 
 def check_parts(

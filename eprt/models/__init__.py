@@ -15,6 +15,7 @@ import torch
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
+from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.models import deepseek, families, gpt_oss
 from eprt.models.base import ModelFamily as ModelFamily
@@ -149,6 +150,7 @@ def load_layer(
         CheckpointError: a file or tensor isn't what config.json says, holds NaN or infinity, or nothing reads it.
         ConfigError: the config is incomplete or unsupported, the placement is for other experts, or no rank is `rank`.
     """
+    require_kinds(load_layer, {"source": source, "parallel": parallel, "placement": placement})
     if not isinstance(source, Checkpoint):
         with Checkpoint(source) as checkpoint:
             return load_layer(checkpoint, layer, parallel, rank, placement)
@@ -156,9 +158,6 @@ def load_layer(
     config = _moe_config(source, family, layer)
     placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
     placement.in_slots(config)  # made for this many experts
-    size = placement.parallel.world_size
-    if rank not in range(size):
-        raise ConfigError(f"rank {rank}: expected 0 to {size - 1}, of a world of {size}; pass parallel=world.parallel")
     return _read_layer(source, family, layer, config, placement, rank)
 
 
@@ -240,7 +239,14 @@ def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None =
         WorldMismatch: `parts` of other layers, or of other checkpoints, on some ranks.
         ConfigError, UnsupportedError: as `ExpertParallelMoE`.
     """
-    exchange(world, Header("build", parts.layer, 0, fingerprint=parts.fingerprint), _foreign(parts, world))
+    require_kinds(build_layer, {"world": world})  # without one, there are no peers to tell
+    try:
+        require_kinds(build_layer, {"parts": parts})
+        _refuse_foreign(parts, world)
+    except ConfigError as error:
+        exchange(world, Header("build"), error)
+        raise
+    exchange(world, Header("build", parts.layer, 0, fingerprint=parts.fingerprint))
     return ExpertParallelMoE(
         parts.config,
         world,
@@ -254,15 +260,11 @@ def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None =
     )
 
 
-def _foreign(parts: LayerParts, world: World) -> ConfigError | None:
-    """Returns an error if these experts aren't the ones whose tokens this rank will receive, else None."""
-    try:
-        own = replace(parts.placement, parallel=world.parallel).shard(world.rank)
-    except ConfigError as error:
-        return error
-    if parts.shard == own:
-        return None
-    return ConfigError(
-        f"rank {world.rank} was given {parts.shard}, its share is {own}: read it with "
-        "load_layer(..., world.parallel, world.rank)"
-    )
+def _refuse_foreign(parts: LayerParts, world: World) -> None:
+    """Raises ConfigError if these experts aren't the ones whose tokens this rank will receive."""
+    own = replace(parts.placement, parallel=world.parallel).shard(world.rank)
+    if parts.shard != own:
+        raise ConfigError(
+            f"rank {world.rank} was given {parts.shard}, its share is {own}: read it with "
+            "load_layer(..., world.parallel, world.rank)"
+        )

@@ -19,6 +19,7 @@ import torch
 
 from eprt.errors import CheckpointError, EprtError, WorldMismatch
 from eprt.json_files import read_object, shown
+from eprt.kinds import require_kinds
 from eprt.models.hf_config import HfConfig
 from eprt.models.shards import DTYPE_NAMES, Index, Shard
 from eprt.world.agree import Header, exchange
@@ -64,6 +65,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | Path) -> None:
+        require_kinds(Checkpoint.__init__, locals())
         self.directory = Path(directory)
         self.config = read_config(self.directory)
         self.bytes_read = 0

@@ -216,16 +216,11 @@ def _gptq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme
     said = "checkpoint_format" if quant.get("checkpoint_format") else "format"  # which is its newer name
     stored = choice(quant, said, ("gptq", "gptq_v2"), default="gptq")
     expect(quant, "pack_dtype", "int32")
-    overrides = section(quant, "dynamic") if quant.get("dynamic") else {}
 
     def scheme(names: Modules) -> Scheme:
-        settings: dict[str, Any] = quant
-        for rule in overrides:  # the first that matches decides
-            if _match(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(overrides)) is not None:
-                if rule.startswith("-:"):
-                    return _plain(hf)
-                settings = HfConfig(quant | section(overrides, rule), where(quant))
-                break
+        settings = _ruled(quant, names)
+        if settings is None:
+            return _plain(hf)
         _expect_bits(settings, "bits")
         zeros, ordered = not boolean(settings, "sym", True), boolean(settings, "desc_act", False)
         return Scheme("int4", "gptq", int4_group(settings), zeros, int(stored == "gptq"), ordered)
@@ -240,12 +235,23 @@ def _awq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
     left = listed(quant, "modules_to_not_convert", str) or []
 
     def scheme(names: Modules) -> Scheme:
-        if _left_out(names, left):
+        settings = None if _left_out(names, left) else _ruled(quant, names)
+        if settings is None:
             return _plain(hf)
-        _expect_bits(quant, "bits" if "bits" in quant else "w_bit")
-        return Scheme("int4", "awq", int4_group(quant), zeros=True)
+        _expect_bits(settings, "bits" if "bits" in settings else "w_bit")
+        return Scheme("int4", "awq", int4_group(settings), zeros=True)
 
     return _one_scheme(hf, scheme, modules)
+
+
+def _ruled(quant: dict[str, Any], names: Modules) -> dict[str, Any] | None:
+    """Returns the settings of a module, changed by the first of GPTQModel's `dynamic` rules that matches; None where
+    that leaves it unquantised."""
+    rules = section(quant, "dynamic") if quant.get("dynamic") else {}
+    for rule in rules:
+        if _match(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(rules)) is not None:
+            return None if rule.startswith("-:") else HfConfig(quant | section(rules, rule), where(quant))
+    return quant
 
 
 def _left_out(names: Modules, left: list[str]) -> bool:

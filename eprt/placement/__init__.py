@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from operator import index
 
 import torch
 
 from eprt.config import MAX_EXPERTS, MoEConfig, ParallelConfig, Routing, require_size
 from eprt.errors import ConfigError
+from eprt.json_files import shown
+from eprt.kinds import require_kinds
 
 EMPTY = -1  # a slot without an expert
 
@@ -91,12 +94,15 @@ class ExpertPlacement:
     slots: tuple[int, ...] | range = ()
 
     def __post_init__(self) -> None:
+        require_size("num_experts", self.num_experts, MAX_EXPERTS)
+        require_kinds(ExpertPlacement, {"parallel": self.parallel})
         E, ranks = self.num_experts, self.parallel.ep_size
-        require_size("num_experts", E, MAX_EXPERTS)
-        if not self.slots:
-            object.__setattr__(self, "slots", _contiguous(E, ranks))
-        elif tuple(self.slots) == tuple(range(E)):
-            object.__setattr__(self, "slots", range(E))
+        try:
+            slots = tuple(map(index, self.slots))  # of any sequence of integers
+        except TypeError as error:
+            raise ConfigError(f"slots are {shown(self.slots)}: expected the expert's number in each") from error
+        in_order = slots == tuple(range(E))
+        object.__setattr__(self, "slots", range(E) if in_order else slots or _contiguous(E, ranks))
         if len(self.slots) % ranks:
             raise ConfigError(
                 f"{len(self.slots)} slots can't be split evenly over {ranks} expert-parallel ranks: give every rank "
@@ -134,7 +140,11 @@ class ExpertPlacement:
         return tuple(tuple(slots) for slots in found)
 
     def shard(self, rank: int) -> ExpertShard:
-        """Returns what `rank` (in the World's numbering) holds."""
+        """Returns what `rank` (in the World's numbering) holds. Raises ConfigError where there is no such rank."""
+        if rank not in range(size := self.parallel.world_size):
+            raise ConfigError(
+                f"rank {rank}: expected 0 to {size - 1}, of a world of {size}; pass parallel=world.parallel"
+            )
         ep_rank, moe_tp_rank = divmod(rank, self.parallel.moe_tp_size)
         L = self.num_local_experts
         held = self.slots[ep_rank * L : (ep_rank + 1) * L]

@@ -13,6 +13,7 @@ from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 from eprt.files import write_whole
 from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
+from eprt.kinds import require_kinds
 from eprt.placement import ExpertPlacement, listed
 
 FORMAT, VERSION = "eprt expert placement", 1
@@ -37,6 +38,7 @@ class PlacementFile:
     @classmethod
     def of_placements(cls, placements: Mapping[int | None, ExpertPlacement]) -> PlacementFile:
         """Makes a file of placements by layer number. Raises ConfigError for different sizes, or no placement."""
+        require_kinds(PlacementFile.of_placements, locals())
         sizes = {(each.num_experts, each.parallel.ep_size) for each in placements.values()}
         if len(sizes) != 1:
             raise ConfigError(f"placements of (experts, ranks) {sorted(sizes)}: a file holds those of one size")
@@ -45,6 +47,7 @@ class PlacementFile:
     @classmethod
     def read(cls, path: str | Path) -> PlacementFile:
         """Raises ConfigError naming the file and what is wrong with it."""
+        require_kinds(PlacementFile.read, locals())
         value = parse(read_bounded(Path(path), MAX_BYTES, ConfigError), f"{path} is no placement file", ConfigError)
         try:
             return _parsed(value)
@@ -60,6 +63,7 @@ class PlacementFile:
 
     def write(self, path: str | Path) -> None:
         """Raises ConfigError where it can't be written."""
+        require_kinds(PlacementFile.write, locals())
         layers = {ALL if layer is None else str(layer): list(slots) for layer, slots in self.layers.items()}
         value = {
             "format": FORMAT,
@@ -75,6 +79,7 @@ class PlacementFile:
 
     def placement(self, layer: int, num_experts: int, parallel: ParallelConfig) -> ExpertPlacement:
         """Returns one layer's placement. Raises ConfigError: made for other sizes, or the layer isn't in it."""
+        require_kinds(PlacementFile.placement, locals())
         for what, made, here in (
             ("experts", self.num_experts, num_experts),
             ("expert-parallel ranks", self.ep_size, parallel.ep_size),

@@ -15,6 +15,7 @@ from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig,
 from eprt.dispatch import DISPATCHERS, DispatcherSpec, dispatcher_spec
 from eprt.errors import UnsupportedError, aligned
 from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec
+from eprt.kinds import require_kinds
 from eprt.placement import ExpertPlacement
 from eprt.plan.measured import own_fingerprint
 from eprt.plan.model import Estimate, dispatch_estimate, experts_estimate
@@ -90,6 +91,7 @@ def make_plan(
         ConfigError: an unknown name, a placement of other experts, MoE-TP that doesn't divide an expert, or a file of
             `eprt tune` that can't be read.
     """
+    require_kinds(make_plan, locals())
     placement = placement or ExpertPlacement(config.num_experts, parallel)
     config = placement.in_slots(config)
     placement.shard(0).slice_intermediate(config.intermediate_size)

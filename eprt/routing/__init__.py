@@ -19,6 +19,7 @@ from torch import nn
 
 from eprt.config import GROUP_BEST, MoEConfig, Routing
 from eprt.errors import ConfigError, InputError
+from eprt.kinds import require_kinds
 from eprt.routing.formulas import route_torch
 from eprt.tokens import RouterLogits, TopK
 
@@ -147,6 +148,7 @@ class Router(nn.Module):
         weights: WeightRounding = "logits",
         padding: bool = False,
     ) -> None:
+        require_kinds(Router.__init__, locals())
         super().__init__()
         self.routing, self.top_k, self.padding = routing, top_k, padding
         in_float32 = routing.method in ("grouped_sigmoid", "grouped_softmax")

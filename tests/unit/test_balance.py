@@ -214,6 +214,14 @@ def test_what_cannot_be_planned(wrong, says: str) -> None:
         plan_placement(**given)
 
 
+def test_thousands_of_slots_are_planned_within_seconds() -> None:
+    """256 slots a rank: all pairs of two ranks' experts, weighed one by one, took 40 s."""
+    parallel, started = ParallelConfig(64), time.process_time()
+    plan = plan_placement(zipf(256, 1.1), parallel, 8192)
+    assert imbalance(rank_loads(zipf(256, 1.1), plan)) < 1.03
+    assert time.process_time() - started < 15
+
+
 def test_placements_come_back_from_their_file(tmp_path) -> None:
     parallel = ParallelConfig(2)
     placements = {
@@ -391,5 +399,11 @@ def test_plan_experts_says_when_it_does_not_pay(tiny, capsys) -> None:
     assert "8 slots or more stay empty in each layer" in said
     assert main(["plan-experts", "--slots", "16"]) == 2
     assert "nothing to plan for" in capsys.readouterr().err
+    for more, says in (
+        (["--experts", "4"], "--experts 4: --model says how many there are"),
+        (["--counts", "no.json", "--zipf", "0.5"], "--zipf 0.5 stands for counts, and --counts names them"),
+    ):
+        assert main([*words, *more]) == 2
+        assert says in capsys.readouterr().err
     assert main([*words[:3], "--slots", "7"]) == 2
     assert "7 slots for 8 experts" in capsys.readouterr().err

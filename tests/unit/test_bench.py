@@ -356,6 +356,29 @@ def test_a_plot_that_cannot_be_written_is_a_config_error(tmp_path) -> None:
         plot(Report("dispatch", []), tmp_path / "picture.txtx")
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--output", "{}/a.file/result.json"], 74, "Not a directory: {}/a.file/result.json"),
+        (["--output", "{}"], 74, "Is a directory: {}"),
+        (["--plot", "{}/a.file/picture.png"], 74, "Not a directory: {}/a.file/picture.png"),
+        (["--plot", "{}/picture.txtx"], 2, "--plot {}/picture.txtx: Format 'txtx' is not supported"),
+        (["--plot", "{}/picture.png"], 2, "plots need matplotlib: pip install 'eprt[plot]'"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys, words: list[str], code: int, says: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    if "matplotlib" in says:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (tmp_path / "a.file").touch()
+    monkeypatch.setattr("eprt.bench.router.router_report", lambda *_, **__: pytest.fail("measured"))
+    assert main(["bench", "router", *(word.format(tmp_path) for word in words)]) == code
+    assert says.format(tmp_path) in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "a.file"]
+
+
 def test_a_step_counts_its_slowest_rank_and_stands_beside_its_peers() -> None:
     case = StepCase("tiny", layers=2, tokens=(4,))
 

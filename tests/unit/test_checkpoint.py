@@ -340,3 +340,8 @@ class TestAllRanks:
         remedy = "read it with load_layer(..., world.parallel, world.rank)"
         assert found == [f"ConfigError: {says}: {remedy}"] * 2
         assert pools(2).run(jobs.build, directory=folder, ranks=(0, 1), world_size=2) == [NOTHING] * 2
+
+    def test_a_rank_without_parts_is_told_to_all(self, pools, tmp_path):
+        folder = str(write_tiny_checkpoint(tmp_path, num_layers=1))
+        found = pools(2).run(jobs.build, directory=folder, ranks=(0, None), world_size=2)
+        assert found == ["ConfigError: rank 1: parts is NoneType: expected LayerParts"] * 2

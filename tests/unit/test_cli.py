@@ -230,6 +230,15 @@ def test_a_signal_ends_all_ranks_and_leaves_no_folder(
     assert not list(short_folder.glob("eprt-*"))
 
 
+def test_help_in_a_terminal_of_five_columns_comes_at_once(monkeypatch, capsys) -> None:
+    """Laid out in five, it took two minutes."""
+    monkeypatch.setenv("COLUMNS", "5")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert len(capsys.readouterr().out.splitlines()[-1]) == 40
+    assert os.environ["COLUMNS"] == "5"
+
+
 def test_doctor_reports_this_machine(capsys) -> None:
     from eprt.dispatch import DISPATCHERS
     from eprt.experts import EXECUTORS

@@ -5,17 +5,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eprt.balance import plan_placement, rank_loads, read_counts, report, write_counts
 from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.dispatch.call import Capacity, check_rows
 from eprt.errors import CapacityError, ConfigError, EprtError, InputError, RankLost, UsageError, WorldMismatch
+from eprt.graphs import StepGraphs
+from eprt.integrations.transformers import load_without_experts
+from eprt.layer import ExpertParallelMoE
+from eprt.models import Checkpoint, load_layer
 from eprt.placement import ExpertPlacement
+from eprt.placement.file import PlacementFile
+from eprt.plan import make_plan
 from eprt.ranks.launcher import WorldFailed
 from eprt.rounding import ceil_div, next_power_of_2, round_up
+from eprt.routing import Router
 from eprt.support import Device, Requirement, version_key
 from eprt.world.agree import fingerprint_of
 
@@ -65,12 +76,64 @@ INCONSISTENT = [
         (lambda: Routing("sigmoid"), "routing method 'sigmoid'"),
         (lambda: Routing(scaling_factor=float("nan")), "scaling_factor nan: must be finite"),
         (lambda: ParallelConfig(4, moe_tp_size=True), "moe_tp_size True"),
+        (lambda: RuntimeConfig(count_load="false"), "count_load 'false': expected bool"),
+        (lambda: Activation(alpha="1.7"), "alpha '1.7': expected float"),
+        (lambda: Routing(num_groups=2.0), "num_groups 2.0: expected int"),
+        (lambda: dataclasses.replace(SMALL, activation="swiglu"), "activation 'swiglu': expected Activation"),
         *((lambda change=change: dataclasses.replace(SMALL, **change), says) for change, says in INCONSISTENT),
     ],
 )
 def test_a_value_outside_its_range_is_refused(make, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: plan_placement([1] * 8, ParallelConfig(2), 10.0), "num_slots 10.0: expected int"),
+        (lambda: plan_placement([1] * 8, 2, 10), "parallel 2: expected ParallelConfig"),
+        (lambda: plan_placement(["1"] * 8, ParallelConfig(2), 10), r"\['1'\] among them"),
+        (lambda: rank_loads([1] * 8, [0] * 8), r"placement \[0, 0.*: expected ExpertPlacement"),
+        (lambda: report([[1] * 8], [None]), r"placements \[None\]: expected a sequence of ExpertPlacement"),
+        (lambda: write_counts("c.json", {0: [1.5]}), r"counts are {0: \[1.5\]}: expected whole numbers"),
+        (lambda: write_counts("c.json", [[1]]), r"counts \[\[1\]\]: expected a mapping to a sequence of int"),
+        (lambda: read_counts(None), "path is NoneType: expected str or Path"),
+        (lambda: PlacementFile.read(3), "path 3: expected str or Path"),
+        (lambda: ExpertPlacement(8, 2), "parallel 2: expected ParallelConfig"),
+        (
+            lambda: ExpertPlacement(8, ParallelConfig(2), [1.0] * 8),
+            r"slots are \[1.0, .*: expected the expert's number",
+        ),
+        (lambda: ExpertPlacement(8, ParallelConfig(2)).shard(2), "rank 2: expected 0 to 1"),
+        (lambda: make_plan(SMALL, ParallelConfig(2), {}, Device("cpu")), "runtime is dict: expected RuntimeConfig"),
+        (
+            lambda: make_plan(SMALL, ParallelConfig(2), RuntimeConfig(), torch.device("cpu")),
+            "device is torch.device: expected Device",
+        ),
+        (lambda: Device.parse(90), "text 90: expected str"),
+        (lambda: load_layer("m", 0, parallel=2), "parallel 2: expected ParallelConfig or None"),
+        (lambda: load_without_experts(None), "path_or_hub_id is NoneType: expected str or Path"),
+        (lambda: Checkpoint(b"m"), "directory is bytes: expected str or Path"),
+        (lambda: Router([[1.0]], Routing(), 1), r"weight \[\[1.0\]\]: expected Tensor"),
+        (lambda: Router(torch.ones(8, 16), Routing(), 2, weights="bf16"), "'bf16': expected one of logits, float32"),
+        (lambda: StepGraphs("world", [], print, {}), "world 'world': expected World"),
+        (lambda: ExpertParallelMoE(SMALL, None, None), "world is NoneType: expected World"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(call, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        call()
+
+
+def test_numbers_and_paths_of_other_libraries_are_taken(tmp_path) -> None:
+    parallel = ParallelConfig(2)
+    plan = plan_placement(torch.tensor([9] + [1] * 7), parallel, np.int64(10))
+    assert plan == plan_placement(np.array([9] + [1] * 7), parallel, 10) == plan_placement([9] + [1] * 7, parallel, 10)
+    assert ExpertPlacement(2, parallel, [1, 0]) == ExpertPlacement(2, parallel, np.array([1, 0]))
+    assert hash(ExpertPlacement(2, parallel, [1, 0])) == hash(ExpertPlacement(2, parallel, (1, 0)))
+    write_counts(os.path.join(tmp_path, "c.json"), {0: torch.tensor([1, 2])})
+    assert read_counts(tmp_path / "c.json") == {0: (1, 2)}
 
 
 def test_errors_belong_to_both_families() -> None:

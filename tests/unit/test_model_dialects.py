@@ -164,6 +164,7 @@ def test_experts_that_the_config_leaves_out_are_plain(tmp_path, dialect, change)
         ("gptq", {"dynamic": {"+:.*mlp\\.experts.*": {"bits": 4}, ".*": {"bits": 8}}, "bits": 8}),
         ("gptq", {"dynamic": {"-:.*self_attn.*": {}}}),
         ("gptq_v2", {"checkpoint_format": None, "format": "gptq_v2"}),
+        ("awq", {"dynamic": {"+:.*mlp\\.experts.*": {"bits": 4}, ".*": {"bits": 8}}, "bits": 8}),
         ("awq", {"modules_to_not_convert": ["gate", "self_attn"], "version": "GEMM"}),
         ("fp8_tensor", {"quant_method": "fp8", "weight_block_size": None}),
     ],
@@ -238,6 +239,8 @@ def test_settings_that_eprt_has_no_numbers_for_are_refused(tmp_path, quant, text
         (PACKED | {"config_groups": {"a": group([r"re:.*experts\.[0-2]\..*"])}}, r"experts.3.* bf16; expected one"),
         (GPTQ | {"dynamic": {r"-:.*experts\.3\..*": {}}}, "experts.3.* bf16"),
         (GPTQ | {"dynamic": {r"+:.*experts\.3\..*": {"bits": 8}}}, "bits 8 is not supported"),
+        (AWQ | {"dynamic": {r"-:.*experts\.3\..*": {}}}, "experts.3.* bf16"),
+        (AWQ | {"dynamic": {r"+:.*experts\.3\..*": {"bits": 8}}}, "bits 8 is not supported"),
         (AWQ | {"modules_to_not_convert": ["experts.1.down_proj"]}, "down_proj bf16"),
         (QUANT["fp8_block"] | {"modules_to_not_convert": [f"{PREFIX}.1.down_proj"]}, "down_proj bf16"),
         (

@@ -13,6 +13,7 @@ from torch import nn
 from eprt.errors import CheckpointError, ConfigError, one_block
 from eprt.integrations.transformers.experts import leave_out, refuse_to_run
 from eprt.json_files import shown
+from eprt.kinds import require_kinds
 from eprt.models import ModelFamily, family_for, has_family
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.hf_config import flatten
@@ -111,6 +112,7 @@ def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
     Raises:
         CheckpointError: neither a directory nor a hub id whose files can be had.
     """
+    require_kinds(find_checkpoint, locals())
     path = Path(path_or_hub_id)
     if path.is_dir():
         return path

@@ -93,8 +93,9 @@ def load(context: RankContext, directories: list[str]) -> tuple[str, str]:
     return ("loaded", str(held[0].shard.first_expert)) if held else told
 
 
-def build(context: RankContext, directory: str, ranks: list[int], world_size: int) -> str:
-    """A layer of the experts that were read for `ranks` of a world of `world_size`; the error, if there is one."""
-    world = context.world()
-    parts = load_layer(directory, 0, ParallelConfig(world_size), ranks[context.rank])
+def build(context: RankContext, directory: str, ranks: list[int | None], world_size: int) -> str:
+    """A layer of the experts that were read for `ranks` of a world of `world_size`, None for nobody; the error, if
+    there is one."""
+    world, rank = context.world(), ranks[context.rank]
+    parts = None if rank is None else load_layer(directory, 0, ParallelConfig(world_size), rank)
     return said(lambda: build_layer(parts, world).close())
