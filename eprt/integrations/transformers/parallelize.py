@@ -176,9 +176,10 @@ def _dtype_of(model: Any) -> torch.dtype:
     return model.get_input_embeddings().weight.dtype
 
 
-def _refuse_router_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_router_logits(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Refuses router logits before each forward: transformers doesn't find routers inside the layers."""
-    if kwargs.get("output_router_logits"):
+    asked, config = kwargs.get("output_router_logits"), model.config
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
         refused = (
             "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
         )
