@@ -138,6 +138,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "other weights": ("WorldMismatch", "1 weights outside of the experts", "lm_head.weight the first"),
         "other family": ("ConfigError", "is a checkpoint of {'qwen3_moe'}, the model is of {'jamba'}: give its own"),
         "meta head": ("ConfigError", "1 of the model's weights are on meta (lm_head.weight, ...)"),
+        "tensor parallel": ("ConfigError", "sharded over 2 ranks", "attention_tp_size is 1", "without tp_plan"),
         "twice own block": ("UsageError", "parallelized already"),
         "a cache of two batches": ("ConfigError", "past_key_values for 2 batches"),
         "inside a step": ("UsageError", "leave the step first"),

@@ -25,7 +25,7 @@ from eprt.errors import UsageError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import refusal as pair_refusal
 from eprt.integrations.transformers.agreement import ForwardAgreement, shares_dense_weights
-from eprt.integrations.transformers.generate import option_of
+from eprt.integrations.transformers.options import option_of
 
 logger = logging.getLogger("eprt")
 _ATTENTION = ("eager", "sdpa")  # whose masks transformers makes outside of the model, so that they can be inputs

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eprt.errors import ConfigError, EprtError, InputError
 from eprt.integrations.transformers.agreement import ForwardAgreement, agreement_of, lockstep
+from eprt.integrations.transformers.options import option_of
 from eprt.rounding import round_up
 from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
@@ -236,14 +237,6 @@ def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]
     stops: set[int] = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
     known = [*([] if pad is None else [int(pad)]), *sorted(stops)]
     return stops, next((token for token in known if token >= 0), 0)  # files say -1 where there is none
-
-
-def option_of(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """Returns what `model.generate` will take: an option, None included, else the first config that has it."""
-    if name in options:
-        return options[name]
-    values = (getattr(config, name, None) for config in (options.get("generation_config"), model.generation_config))
-    return next((value for value in values if value is not None), None)
 
 
 def _batches(rows: list[torch.Tensor], size: int, most_tokens: int, alike: bool) -> Iterator[list[int]]:

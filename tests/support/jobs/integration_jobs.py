@@ -192,6 +192,9 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("twice own block", lambda: parallelize(with_own_block, world, runtime))
     attempt("pickle own block", lambda: pickle.dumps(with_own_block))
     attempt("deepcopy own block", lambda: copy.deepcopy(with_own_block))
+    sharded = fresh()
+    sharded._tp_size = 2
+    attempt("tensor parallel", lambda: parallelize(sharded, world, runtime))
     other = fresh()
     other.lm_head.weight.data[-1, -1] += world.rank
     attempt("other weights", lambda: parallelize(other, world, runtime))
