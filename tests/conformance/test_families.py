@@ -23,7 +23,7 @@ from support.libraries import folder, needs
 
 from eprt.cli import main
 from eprt.config import ParallelConfig
-from eprt.errors import CheckpointError
+from eprt.errors import CheckpointError, UsageError
 from eprt.models import has_family
 from eprt.models.checkpoint import SINGLE
 from eprt.placement import ExpertPlacement
@@ -102,6 +102,9 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
                 wanted += expected.nbytes
         assert isinstance(source, spread.CheckpointSource)
         assert source.checkpoint.bytes_read == wanted > 0
+    next(iter(source.modules.values())).__dict__["eprt_place"] = None
+    with pytest.raises(UsageError, match="parallelized already"):
+        spread.open_source(empty, None)
 
 
 @pytest.mark.parametrize(

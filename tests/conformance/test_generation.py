@@ -190,6 +190,19 @@ def test_what_has_no_graphs_runs_without_and_says_why(
         assert found["buckets"] == []
 
 
+def test_a_checkpoints_own_options_leave_graphs_out_beside_a_config_that_is_given() -> None:
+    from transformers import GenerationConfig
+
+    from eprt.integrations.transformers.decode import model_refusal
+
+    model, options = make_model(RECIPES["qwen3_moe"]), {"generation_config": GenerationConfig(max_new_tokens=2)}
+    for name, value in (("num_beams", 2), ("cache_implementation", "static"), ("assistant_early_exit", 1)):
+        assert not model_refusal(model, options)
+        setattr(model.generation_config, name, value)
+        assert model_refusal(model, options) == f"{name}={value!r} needs a loop or a cache of its own"
+        setattr(model.generation_config, name, None)
+
+
 def test_a_model_that_breaks_its_capture_runs_without_and_is_not_tried_again(pools) -> None:
     for rank, found in enumerate(replay(pools, "qwen3_moe", breaks=True, calls=2)):
         assert [each["tokens"] for each in found["replayed"]] == [expected("qwen3_moe")[rank]] * 2
@@ -213,5 +226,5 @@ def test_a_compiled_model_may_run_more_often_on_one_rank(pools) -> None:
         jobs.compiled_and_eager, folder=saved(name), prompts=prompts, new_tokens=numbers, timeout_s=380.0
     )
     wanted = [expected(name)[rank][0][:count] for rank, count in zip((0, 2), numbers, strict=True)]
-    for way in ("eager", "lockstep", "generate"):
+    for way in ("eager", "lockstep", "wrapped", "generate"):
         assert [each[way] for each in found] == wanted, way

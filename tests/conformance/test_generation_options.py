@@ -86,6 +86,27 @@ def test_stop_strings_end_answers(pools, folder: Path) -> None:
     assert [row for (call,) in found for row in call["streamed"]] == wanted
 
 
+def test_what_ends_beams_and_what_is_drafted_are_the_loops_own(pools, folder: Path) -> None:
+    """Beams that a stop string ends are filled up in a batch; a drafting loop chooses several tokens at once; -1 pads
+    of old files are no tokens."""
+    from transformers import AutoTokenizer
+
+    model, tokenizer = jobs.load(str(folder), torch.float32), AutoTokenizer.from_pretrained(folder)
+    options = GREEDY | {"max_new_tokens": 12}
+    free = [jobs.alone(model, prompt, **options) for prompt in PROMPTS]
+    beams = options | {"num_beams": 2, "stop_strings": [chr(FIRST + free[0][3]), chr(FIRST + free[1][1])]}
+    drafted = options | {"prompt_lookup_num_tokens": 3}
+    padded = options | {"eos_token_id": [free[0][1], free[2][3]], "pad_token_id": -1}
+    by_beams = [jobs.alone(model, prompt, tokenizer=tokenizer, **beams) for prompt in PROMPTS]
+    ended = [jobs.alone(model, prompt, **padded) for prompt in PROMPTS]
+    assert len({len(row) for row in by_beams}) > 1 < len({len(row) for row in ended})
+    ways = [(by_beams, beams | {"batch_size": 4}), (free, drafted | {"batch_size": 1}), (ended, padded)]
+    calls = [{"prompts": [PROMPTS, []], **given} for _, given in ways]
+    found, _ = run(pools, folder, calls)
+    assert [call["tokens"] for call in found] == [wanted for wanted, _ in ways]
+    assert [call["streamed"] for call in found[1:]] == [free, ended]
+
+
 def test_prompts_of_equal_length_share_a_batch_where_attention_carries_state(pools, tmp_path: Path) -> None:
     """MiniMax's linear attention counts padding as tokens. A warning says so, once."""
     make_model(RECIPES["minimax"]).save_pretrained(tmp_path)

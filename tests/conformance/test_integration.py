@@ -138,6 +138,11 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "other weights": ("WorldMismatch", "1 weights outside of the experts", "lm_head.weight the first"),
         "other family": ("ConfigError", "is a checkpoint of {'qwen3_moe'}, the model is of {'jamba'}: give its own"),
         "meta head": ("ConfigError", "1 of the model's weights are on meta (lm_head.weight, ...)"),
+        "tensor parallel": ("ConfigError", "sharded over 2 ranks", "attention_tp_size is 1", "without tp_plan"),
+        "twice own block": ("UsageError", "parallelized already"),
+        "a cache of two batches": ("ConfigError", "past_key_values for 2 batches"),
+        "inside a step": ("UsageError", "leave the step first"),
+        "router logits in the config later": ("UnsupportedError", "output_router_logits=True"),
         "pickle own block": ("UsageError", "can't be pickled or deep-copied"),
         "deepcopy own block": ("UsageError", "can't be pickled or deep-copied"),
         "graphs": ("ConfigError", "graphs=8: expected True, False, or numbers of sequences"),
@@ -211,6 +216,28 @@ def test_an_auto_class_leaves_experts_out_too(tmp_path: Path) -> None:
     for kind, said in (("GptOssModel", "has no module model.layers.0.mlp"), ("AutoModelForCTC", "has no class for a")):
         with pytest.raises(ConfigError, match=f"{kind} {said}"):
             load_without_experts(tmp_path, model_class=getattr(transformers, kind))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_cache": False},
+        {"use_cache": False, "dtype": torch.float32, "attn_implementation": "eager"},
+        {"subfolder": "inner", "torch_dtype": torch.float32},
+        {"config": "inner"},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_fields_of_the_config_and_folders_are_options_too(tmp_path: Path, options: dict, monkeypatch) -> None:
+    from eprt.integrations.transformers import load_without_experts
+
+    write_tiny_checkpoint(tmp_path / "inner", num_layers=1)
+    monkeypatch.chdir(tmp_path)
+    model = load_without_experts("." if "subfolder" in options else "inner", **options)
+    assert model.config.use_cache == options.get("use_cache", True)
+    assert model.dtype == options.get("dtype", options.get("torch_dtype", torch.bfloat16))
+    assert model.config._attn_implementation in ("eager", options.get("attn_implementation", "eager"))
+    assert model.model.layers[0].mlp.checkpoint == Path("inner")
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch) -> None:

@@ -259,9 +259,11 @@ def lockstep(model: nn.Module) -> Iterator[None]:
     Collective: every rank enters. An exception that leaves the block on one rank is raised on all.
 
     Raises:
-        UsageError: the model has no expert-parallel layers. RankLost: a rank died or fell behind.
+        UsageError: the model has no expert-parallel layers, or a step is open. RankLost: a rank died or fell behind.
     """
     agreement = agreement_of(model)
+    if agreement.world.current_step is not None:
+        raise UsageError("lockstep or generate inside of World.step: leave the step first, each forward opens its own")
     expert_layers(model)  # built now, if need be
     early = _meet_before_fsdp(model, agreement) if shares_dense_weights(model) else nullcontext()
     try:

@@ -25,6 +25,7 @@ from eprt.errors import UsageError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import refusal as pair_refusal
 from eprt.integrations.transformers.agreement import ForwardAgreement, shares_dense_weights
+from eprt.integrations.transformers.options import option_of
 
 logger = logging.getLogger("eprt")
 _ATTENTION = ("eager", "sdpa")  # whose masks transformers makes outside of the model, so that they can be inputs
@@ -37,6 +38,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "past_key_values": (None,),
     "cache_implementation": (None,),
     "assistant_model": (None,),
+    "assistant_early_exit": (None,),
     "prompt_lookup_num_tokens": (None,),
     "custom_generate": (None,),
 }
@@ -51,9 +53,8 @@ def refusal(model: Any, agreement: ForwardAgreement, options: Mapping[str, Any])
 
 def model_refusal(model: Any, options: Mapping[str, Any]) -> str:
     """Returns why graphs of this model's decode steps are out of question wherever its experts are, or ""."""
-    config: Any = options.get("generation_config") or model.generation_config
     for name, ordinary in _OPTIONS.items():
-        value = options.get(name, getattr(config, name, None))
+        value = option_of(model, options, name)
         if not any(value is one or value == one for one in ordinary):
             return f"{name}={value!r} needs a loop or a cache of its own"
     if shares_dense_weights(model):

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eprt.errors import ConfigError, EprtError, InputError
 from eprt.integrations.transformers.agreement import ForwardAgreement, agreement_of, lockstep
+from eprt.integrations.transformers.options import option_of
 from eprt.rounding import round_up
 from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
@@ -77,6 +78,7 @@ def generate(
             here. An error of one rank, `on_token`'s included, is raised on all.
         CapacityError, RankLost, WorldMismatch: as the layers' forward.
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper, whose generate is the model's own
     agreement = agreement_of(model)
     with ExitStack() as replaying, lockstep(model):
         _check(model, world, batch_size, options)
@@ -92,8 +94,12 @@ def generate(
         if decode is not None:
             replaying.enter_context(decode.inside(model))  # until the last rank is done
         found: dict[int, list[int]] = {}
-        alike = _carries_state(model, agreement) or bool(_option(model, options, "no_repeat_ngram_size"))  # reads pads
-        for numbers in _batches(rows, batch_size, most, alike):
+        reads_pads = bool(option_of(model, options, "no_repeat_ngram_size"))
+        alike = _carries_state(model, agreement) or reads_pads
+        batches = list(_batches(rows, 1 if _beams_end_anywhere(model, options) else batch_size, most, alike))
+        if len(batches) > 1 and options.get("past_key_values") is not None:
+            raise ConfigError(f"past_key_values for {len(batches)} batches: it holds one; pass fewer prompts, or none")
+        for numbers in batches:
             batch = {number: rows[number] for number in numbers}
             own = None if seeds is None else [seeds[number] for number in numbers]
             found |= zip(numbers, _run(model, batch, own, on_token, options, decode), strict=True)
@@ -109,6 +115,12 @@ def _carries_state(model: Any, agreement: ForwardAgreement) -> bool:
         logger.warning("batches hold prompts of equal length: %s would count padding as tokens", ", ".join(state))
     agreement.told_of_state = True
     return True
+
+
+def _beams_end_anywhere(model: Any, options: dict[str, Any]) -> bool:
+    """Returns whether beams may end without an end-of-sequence token: the fill behind them would pass for tokens."""
+    criteria = any(option_of(model, options, name) for name in ("stop_strings", "stopping_criteria"))
+    return criteria and (option_of(model, options, "num_beams") or 1) > 1
 
 
 def _buckets(graphs: Any, largest: int) -> tuple[int, ...]:
@@ -162,7 +174,7 @@ def _most_length(model: nn.Module, rows: list[torch.Tensor], options: dict[str, 
     if not rows:
         return 1
     prompt = max(map(len, rows))
-    new, length = (_option(model, options, name) for name in ("max_new_tokens", "max_length"))
+    new, length = (option_of(model, options, name) for name in ("max_new_tokens", "max_length"))
     return prompt + int(new) if new is not None else max(prompt + _DEFAULT_NEW_TOKENS, int(length or 0))
 
 
@@ -185,15 +197,15 @@ def _run(
     ids = torch.stack([torch.cat((row[:1].expand(longest - len(row)), row)) for row in rows])
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     # lockstep keeps the ranks together
-    given: dict[str, Any] = {"pad_token_id": pad, **options, **_ONE_LIST, "synced_gpus": False}
+    given: dict[str, Any] = {**options, "pad_token_id": pad, **_ONE_LIST, "synced_gpus": False}
     lengths: dict[int, int] = {}
-    if (_option(model, options, "num_beams") or 1) == 1:  # else rows are beams, not sequences
+    if (option_of(model, options, "num_beams") or 1) == 1:  # else rows are beams, not sequences
         lengths = _record_ends(model, given, stops, ids.shape[1])
     if on_token is not None:
         given["streamer"] = _Streamer(list(batch), lengths, on_token)
     if decode is not None:
         given |= {"past_key_values": decode.begin(len(ids)), "disable_compile": True}
-    choice = SeededChoice(seeds, device) if seeds and _option(model, options, "do_sample") else None
+    choice = SeededChoice(seeds, device) if seeds and option_of(model, options, "do_sample") else None
     with nullcontext() if choice is None else chosen_last(model, choice):
         out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     after = [tokens[: lengths.get(row)] for row, tokens in enumerate(out[:, ids.shape[1] :].tolist())]
@@ -206,7 +218,9 @@ def _record_ends(model: Any, given: dict[str, Any], stops: set[int], prompt_leng
 
     from eprt.integrations.transformers.sequences import Ends, stops_at
 
-    strings, tokenizer = _option(model, given, "stop_strings"), given.pop("tokenizer", None)
+    strings, tokenizer = option_of(model, given, "stop_strings"), given.get("tokenizer")
+    if "assistant_tokenizer" not in given:  # the loop would hand it to the model's forward
+        given.pop("tokenizer", None)
     criteria = [*(given.pop("stopping_criteria", None) or [])]
     criteria += [EosTokenCriteria(sorted(stops))] if stops else []
     if strings:
@@ -219,17 +233,10 @@ def _record_ends(model: Any, given: dict[str, Any], stops: set[int], prompt_leng
 
 def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]:
     """Returns the tokens that end a sequence, and the one that pads short prompts and finished ones."""
-    ends, pad = (_option(model, options, name) for name in ("eos_token_id", "pad_token_id"))
+    ends, pad = (option_of(model, options, name) for name in ("eos_token_id", "pad_token_id"))
     stops: set[int] = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
-    return stops, int(pad) if pad is not None else min(stops, default=0)
-
-
-def _option(model: Any, options: dict[str, Any], name: str) -> Any:
-    """Returns what `model.generate` will take: an option, None included, else the first config that has it."""
-    if name in options:
-        return options[name]
-    values = (getattr(config, name, None) for config in (options.get("generation_config"), model.generation_config))
-    return next((value for value in values if value is not None), None)
+    known = [*([] if pad is None else [int(pad)]), *sorted(stops)]
+    return stops, next((token for token in known if token >= 0), 0)  # files say -1 where there is none
 
 
 def _batches(rows: list[torch.Tensor], size: int, most_tokens: int, alike: bool) -> Iterator[list[int]]:
@@ -283,25 +290,27 @@ def _check(model: nn.Module, world: World | None, batch_size: int, options: dict
 def _check_seeds(model: nn.Module, count: int, seeds: Sequence[Any], options: dict[str, Any]) -> None:
     if len(seeds) != count or not all(isinstance(seed, int) and abs(seed) < 1 << 63 for seed in seeds):
         raise ConfigError(f"{len(seeds)} seeds for {count} prompts: expected an integer of 64 bits for each")
-    if (beams := _option(model, options, "num_beams") or 1) > 1:
+    if (beams := option_of(model, options, "num_beams") or 1) > 1:
         raise ConfigError(f"seeds with num_beams={beams}: beams share their random numbers; give torch.manual_seed")
 
 
 class _Streamer:
-    """Receives the tokens of `model.generate`: the prompts first, then one token per row and step. `lengths` are new
-    tokens of rows that have ended, after which the loop only pads them."""
+    """Receives the tokens of `model.generate`: the prompts first, then one token per row and step, or several of
+    one row that was drafted for. `lengths` are new tokens of rows that have ended, which are only padded from then."""
 
     def __init__(self, numbers: list[int], lengths: Mapping[int, int], on_token: OnToken) -> None:
         self._numbers, self._lengths, self._on_token = numbers, lengths, on_token
         self._steps = -1  # the prompts' own
 
     def put(self, value: torch.Tensor) -> None:
-        self._steps += 1
-        if self._steps == 0:
+        if self._steps < 0:
+            self._steps = 0
             return
-        for row, token in enumerate(value.flatten().tolist()):
-            if self._steps <= self._lengths.get(row, self._steps):
-                self._on_token(self._numbers[row], token)
+        for tokens in value.view(len(self._numbers), -1).T.tolist():
+            self._steps += 1
+            for row, token in enumerate(tokens):
+                if self._steps <= self._lengths.get(row, self._steps):
+                    self._on_token(self._numbers[row], token)
 
     def end(self) -> None:
         """Does nothing: no token is held back."""

@@ -20,6 +20,7 @@ from eprt.models.hf_config import flatten
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_MODELS = ("dtype", "torch_dtype", "quantization_config")  # of the model as it is loaded, whatever its config says
 _PACKED = (".qweight", ".weight_packed")
 _PLAIN = ("BF16", "F32", "F16", "I64", "I32", "BOOL")
 
@@ -52,10 +53,14 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
             class that generates text for it, or its experts are packed and its family isn't in `eprt.models.FAMILIES`.
     """
     directory = find_checkpoint(path_or_hub_id, **{name: options.pop(name) for name in _WHERE if name in options})
+    directory /= options.pop("subfolder", None) or ""
     files = Checkpoint(directory)  # refuses what isn't a checkpoint
     files.close()
-    config: Any = options.pop("config", None) or _config_of(directory, bool(options.get("trust_remote_code")))
-    if options.get("dtype", "auto") == "auto" and config.get_text_config().dtype == torch.float16:
+    config: Any = options.pop("config", None) or directory
+    if isinstance(config, (str, Path)):
+        config, options = _config_of(config, options)
+    asked = options.get("dtype", options.get("torch_dtype", "auto"))
+    if asked == "auto" and config.get_text_config().dtype == torch.float16:
         options["dtype"] = torch.bfloat16  # as `Checkpoint` reads the experts, and says
     kind = _class_of(config, model_class)
     config = _config_for(kind, config)
@@ -128,14 +133,18 @@ def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
         raise CheckpointError(f"{path}: no such directory, and no model to be had from the hub: {why}") from error
 
 
-def _config_of(directory: Path, trust_remote_code: bool) -> Any:
+def _config_of(place: str | Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the config, with those `options` that are its fields, and the others. Raises CheckpointError."""
     from transformers import AutoConfig
 
+    models = {name: options[name] for name in _MODELS if name in options}
+    fields = {name: value for name, value in options.items() if name not in _MODELS}
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        found: Any = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **fields)
     except (OSError, ValueError) as error:
         said = one_block(" ".join(str(error).split()), 300)
-        raise CheckpointError(f"{directory}: transformers can't read its config.json: {said}") from error
+        raise CheckpointError(f"{place}: transformers can't read its config.json: {said}") from error
+    return found[0], found[1] | models
 
 
 def _class_of(config: Any, asked: Any) -> type[Any]:

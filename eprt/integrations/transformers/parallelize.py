@@ -83,6 +83,7 @@ def parallelize(
             replaced.
     """
     config = _config_of(model)
+    _require_own_batches(model, world)
     placed: PlacementFile | None = None
     if placement is not None:
         placed = load_on_all_ranks(world, lambda: _checked_file(config, world.parallel, placement))
@@ -125,6 +126,16 @@ def _replace_block(
     setattr(model.get_submodule(parent), name, MoEBlock(layer, family.returns_scores, _dtype_of(model)))
     source.forget(f"{path}.")
     return layer
+
+
+def _require_own_batches(model: nn.Module, world: World) -> None:
+    """Raises ConfigError where attention is sharded over ranks with batches of their own: it would add them up."""
+    size, expected = getattr(model, "tp_size", None) or 1, world.parallel.attention_tp_size
+    if size not in (1, expected):
+        raise ConfigError(
+            f"the model's attention is sharded over {size} ranks, the World's attention_tp_size is {expected}: load it "
+            "without tp_plan, each rank has its own batch then"
+        )
 
 
 def with_layer_graphs(runtime: RuntimeConfig | None, parts: LayerParts, device: Device) -> RuntimeConfig:
@@ -176,9 +187,10 @@ def _dtype_of(model: Any) -> torch.dtype:
     return model.get_input_embeddings().weight.dtype
 
 
-def _refuse_router_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_router_logits(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Refuses router logits before each forward: transformers doesn't find routers inside the layers."""
-    if kwargs.get("output_router_logits"):
+    asked, config = kwargs.get("output_router_logits"), model.config
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
         refused = (
             "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
         )

@@ -155,7 +155,7 @@ def _install(experts: Any, layer: ExpertParallelMoE, dtype: torch.dtype) -> None
 
 
 def open_source(model: nn.Module, checkpoint: str | Path | None) -> _Source:
-    """Opens what the experts come from. Raises ConfigError, CheckpointError."""
+    """Opens what the experts come from. Raises ConfigError, CheckpointError, UsageError."""
     left_out = (m.__dict__.get("eprt_left_out") for m in find_experts(model).values())
     place = checkpoint or next((directory for directory, _ in filter(None, left_out)), None)
     return _Source(model) if place is None else CheckpointSource(model, place)
@@ -172,6 +172,8 @@ class _Source:
                 f"{type(model).__name__} has no experts that eprt finds: neither a family of eprt.models.FAMILIES nor "
                 "experts modules of transformers"
             )
+        if any("eprt_place" in module.__dict__ for module in self.modules.values()):
+            raise UsageError("the model is parallelized already: load it once more to spread it over another world")
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         if self.dtype not in _PLAIN:
             raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
@@ -204,12 +206,9 @@ class _Source:
         return _Parts(config, placement, weights, own if activation is None else None)
 
     def parameters(self, experts: Any) -> dict[str, Any]:
-        """Returns the parameters that all experts of a module have. Raises UsageError."""
+        """Returns the parameters that all experts of a module have."""
         _, found = experts.__dict__.get("eprt_left_out", (None, experts._parameters))
-        wanted = {name: found[name] for name in parameter_names(experts)}
-        if any(tensor is None for tensor in wanted.values()):
-            raise UsageError("the model is parallelized already: load it once more to spread it over another world")
-        return wanted
+        return {name: found[name] for name in parameter_names(experts)}
 
     def own_tensors(self, path: str, whole: dict[str, Any], shard: ExpertShard) -> dict[str, torch.Tensor]:
         """Returns own experts as the module lays them out. Raises ConfigError, CheckpointError, UnsupportedError."""

@@ -113,8 +113,10 @@ def several_calls(
             given["tokenizer"] = AutoTokenizer.from_pretrained(folder)
         streamed: dict[int, list[int]] = {}
         with heard() as said:
-            tokens = generate(model, on_token=lambda n, token, to=streamed: to.setdefault(n, []).append(token), **given)
-        found.append({"tokens": tokens, "streamed": [streamed[n] for n in range(len(tokens))], "said": list(said)})
+            if "num_beams" not in given:
+                given["on_token"] = lambda n, token, to=streamed: to.setdefault(n, []).append(token)
+            tokens = generate(model, **given)
+        found.append({"tokens": tokens, "streamed": [streamed[n] for n in sorted(streamed)], "said": list(said)})
     for layer in layers:
         layer.close()
     return [each | {"dtype": str(model.dtype)} for each in found]
@@ -191,8 +193,8 @@ class _Scores:
 def compiled_and_eager(
     context: RankContext, folder: str, prompts: list[list[int]], new_tokens: list[int]
 ) -> dict[str, list[int]]:
-    """Greedy tokens of this rank's prompt, as many as its number: by a compiled model inside `lockstep`, by a model
-    that compiled itself inside `generate`, and by neither."""
+    """Greedy tokens of this rank's prompt, as many as its number: by a compiled model inside `lockstep`, by the
+    wrapped one and by a model that compiled itself inside `generate`, and by neither."""
     from eprt.integrations.transformers import generate, load_without_experts, lockstep, parallelize
 
     world = context.world(timeout_s=BEHIND_S)
@@ -209,6 +211,7 @@ def compiled_and_eager(
         for _ in range(count):
             ids = torch.cat((ids, whole(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
     found["lockstep"] = ids[0, len(prompt) :].tolist()
+    found["wrapped"] = [token for row in generate(whole, mine, graphs=True, **options) for token in row]
     model.compile(backend="eager", dynamic=True)
     found["generate"] = [token for row in generate(model, mine, use_cache=False, **options) for token in row]
     for layer in layers:

@@ -153,6 +153,8 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     import copy
     import pickle
 
+    from transformers import DynamicCache
+
     from eprt.integrations.transformers import generate, lockstep, parallelize
 
     world = context.world()
@@ -187,8 +189,12 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     with_own_block = tiny_families.tiny_model("jamba")
     for layer in parallelize(with_own_block, world, runtime):
         layer.close()
+    attempt("twice own block", lambda: parallelize(with_own_block, world, runtime))
     attempt("pickle own block", lambda: pickle.dumps(with_own_block))
     attempt("deepcopy own block", lambda: copy.deepcopy(with_own_block))
+    sharded = fresh()
+    sharded._tp_size = 2
+    attempt("tensor parallel", lambda: parallelize(sharded, world, runtime))
     other = fresh()
     other.lm_head.weight.data[-1, -1] += world.rank
     attempt("other weights", lambda: parallelize(other, world, runtime))
@@ -212,6 +218,17 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("seeds", lambda: generate(model, [[5]], seeds=[1, 2]))
     attempt("stop strings", lambda: generate(model, [[5]], stop_strings=["a"]))
     attempt("graphs", lambda: generate(model, [[5]], graphs=8))
+    two, cache = [[5], [6]], DynamicCache()
+    attempt("a cache of two batches", lambda: generate(model, two, batch_size=1, past_key_values=cache))
+
+    def inside_a_step() -> None:
+        with world.step(4):
+            generate(model, [[5]])
+
+    attempt("inside a step", inside_a_step)
+    model.config.output_router_logits = True
+    attempt("router logits in the config later", lambda: model(ids))
+    model.config.output_router_logits = False
     model.generation_config.update(do_sample=True, num_return_sequences=2, return_dict_in_generate=True)
     attempt("uint16 and a file's options", lambda: generate(model, [torch.tensor([5], dtype=torch.uint16)]))
     attempt("empty prompt", lambda: generate(model, [[5], []] if world.rank == 1 else [[5]]))
