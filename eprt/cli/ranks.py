@@ -13,6 +13,7 @@ import torch
 from eprt.errors import ConfigError, EprtError, rebuild_error
 from eprt.ranks.launcher import RankContext, WorldFailed, WorldPool
 from eprt.world.groups import joins_torchrun, place
+from eprt.world.process import number_of
 from eprt.world.wire import gather_values
 
 # A rank that dies or stops is noticed in seconds whatever these are. They bound a rank that is alive but behind: on
@@ -77,7 +78,7 @@ def ranks(world: int | None, device: str) -> Iterator[Ranks]:
             torchrun's.
     """
     size, joined = world_size(world, device), joins_torchrun()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) if joined else size
+    local = number_of("LOCAL_WORLD_SIZE", 1) if joined and "LOCAL_WORLD_SIZE" in os.environ else size
     available = torch.cuda.device_count()
     if device == "cuda" and available < local:
         raise ConfigError(f"--device cuda: {local} ranks on this host, {available} GPUs; lower --world or use cpu")

@@ -73,13 +73,15 @@ def unresolved(host: str) -> str:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         return str(error.strerror or error)
+    except UnicodeError as error:  # no name of DNS: a label is empty, or too long
+        return str(error)
     return ""
 
 
 def _resolve(host: str) -> list[str]:
     try:
         return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except OSError:
+    except (OSError, UnicodeError):
         return []
 
 
@@ -104,7 +106,7 @@ def is_loopback(address: str) -> bool:
 
 def _address_of(interface: str) -> str | None:
     """Returns an interface's IPv4 address, else its IPv6 address of global scope."""
-    packed = struct.pack("256s", interface.encode()[:15])
+    packed = struct.pack("256s", os.fsencode(interface)[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])

@@ -349,7 +349,7 @@ def _loopback_listener(address: str, port: int) -> int | None:
     """Returns a listening socket for a store that only this host reaches, or None: torch then listens everywhere."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return None
     if not all(is_loopback(str(entry[4][0])) for entry in found):
         return None

@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ import torch.distributed as dist
 
 from eprt.errors import RankLost, one_block
 from eprt.world.links import GRACE_S, Links, LoopThread, StoreWatch
-from eprt.world.process import bounded, stopped
+from eprt.world.process import bounded, leave_at_once, stopped
 from eprt.world.rendezvous import Rendezvous
 from eprt.world.verdicts import BEAT_S, Suspicion, Verdicts, cut_off
 
@@ -315,8 +316,8 @@ class Guard(Verdicts):
         """Ends a process whose main thread can't be woken (a kernel or a foreign library waits for a lost rank)."""
         if self._stop.is_set() or self._raised or self.verdict is not verdict:
             return
-        sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        sys.stderr.write(f"{LAST_WORDS}{self.verdict}\n")  # last: where logs are read
-        sys.stderr.flush()
-        os._exit(RankLost.exit_code)
+        with suppress(AttributeError, OSError, ValueError):  # closed, or no file, as in a notebook
+            sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            sys.stderr.write(f"{LAST_WORDS}{self.verdict}\n")  # last: where logs are read
+        leave_at_once(RankLost.exit_code)

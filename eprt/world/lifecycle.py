@@ -27,7 +27,7 @@ from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Collectives
 from eprt.world.groups import control_group, host_number, hosts_store, silent_after
 from eprt.world.guard import Guard
-from eprt.world.process import at_exit_leave, bounded
+from eprt.world.process import at_exit_leave, bounded, leave_at_once
 from eprt.world.shared_exchange import open_exchange
 
 T = TypeVar("T")
@@ -198,10 +198,8 @@ class Lifecycle:
         guard = self._world._guard
         verdict = None if guard is None else guard.verdict
         if verdict is not None or self._world._abandoned or self.left_behind:
-            sys.stdout.flush()
-            sys.stderr.flush()
             drained = self.asked_to_leave and verdict is not None and verdict.why == "left"
-            os._exit(0 if drained else self._exit_code(verdict))
+            leave_at_once(0 if drained else self._exit_code(verdict))
 
     def _exit_code(self, verdict: RankLost | None) -> int:
         uncaught: object = getattr(sys, "last_value", None)

@@ -19,9 +19,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -223,8 +224,14 @@ def at_exit_leave(*, if_uncaught: bool = False) -> None:
 
     def leave() -> None:
         if os.getpid() == pid and (not if_uncaught or isinstance(getattr(sys, "last_value", None), RankLost)):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(RankLost.exit_code)
+            leave_at_once(RankLost.exit_code)
 
     atexit.register(leave)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """Ends the process without waiting for its threads, also where a stream is closed or takes nothing any more."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(code)

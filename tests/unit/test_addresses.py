@@ -63,6 +63,9 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch
     for make in (addresses.own_address, lambda: meet(dist.HashStore(), "label", 0, 1, 5.0, 5.0, "the store")):
         with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME='eth77': this host has no such .* it has (.*, )?lo"):
             make()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "\udcff")  # a byte that is no text
+    with pytest.raises(ConfigError, match="this host has no such interface"):
+        addresses.named_interface()
 
 
 def test_a_minority_names_itself_and_of_two_halves_neither_is_to_blame() -> None:

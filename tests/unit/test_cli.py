@@ -129,8 +129,10 @@ def test_a_model_without_moe_layers_is_refused(tiny: Path, monkeypatch, capsys) 
     assert "the gpt_oss model has no MoE layers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "abc")])
+@pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "abc"), ("LOCAL_WORLD_SIZE", "x")])
 def test_half_an_environment_of_torchrun_is_refused(tiny: Path, name: str, value: str, monkeypatch, capsys) -> None:
+    if name == "LOCAL_WORLD_SIZE":
+        monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv(name, value)
     assert main(["run", "--model", str(tiny), "--device", "cpu"]) == 2
     said = capsys.readouterr().err
