@@ -25,6 +25,9 @@ def require_kinds(of: Callable[..., Any], given: Mapping[str, object]) -> None:
     """
     for name, hint in _hints(of).items():
         if name in given and not _fits(value := given[name], hint):
+            if get_origin(hint) is Mapping and isinstance(value, Mapping):
+                hint = get_args(hint)[1]
+                name, value = next((f"{name}[{key!r}]", each) for key, each in value.items() if not _fits(each, hint))
             kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
             found = shown(value) if isinstance(value, (str, Real, list, tuple)) else f"is {kind}"
             raise ConfigError(f"{name} {found}: expected {_words(hint)}")

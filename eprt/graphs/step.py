@@ -278,8 +278,6 @@ def _require_buckets(buckets: Sequence[int]) -> None:
 
 def _require_rows(inputs: Mapping[str, torch.Tensor], device: torch.device) -> None:
     for name, row in inputs.items():
-        if not isinstance(row, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"input {name} is a {type(row).__name__}: expected a tensor of one row, [1, ...]")
         if row.dim() < 1 or row.shape[0] != 1 or row.device.type != device.type:
             raise ConfigError(
                 f"input {name} is {tuple(row.shape)} on {row.device}: expected one row, [1, ...], on {device}"

@@ -15,7 +15,7 @@ from support.libraries import needs
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
-from eprt.errors import CheckpointError, ConfigError
+from eprt.errors import CheckpointError, ConfigError, UsageError
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed
@@ -238,6 +238,9 @@ def test_fields_of_the_config_and_folders_are_options_too(tmp_path: Path, option
     assert model.dtype == options.get("dtype", options.get("torch_dtype", torch.bfloat16))
     assert model.config._attn_implementation in ("eager", options.get("attn_implementation", "eager"))
     assert model.model.layers[0].mlp.checkpoint == Path("inner")
+    with pytest.raises(UsageError, match=r"save_pretrained .* without its experts"):
+        model.save_pretrained("saved")
+    assert not Path("saved").exists()
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch) -> None:

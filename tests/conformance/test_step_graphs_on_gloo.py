@@ -111,7 +111,7 @@ def test_what_step_graphs_refuse(pools) -> None:
         "no buckets": "ConfigError: buckets []: expected at least one positive int",
         "no inputs": "ConfigError: StepGraphs without inputs",
         "two rows": "ConfigError: input token is (2,) on cpu: expected one row, [1, ...]",
-        "a row that is a list": "ConfigError: input token is a list: expected a tensor of one row, [1, ...]",
+        "a row that is a list": "ConfigError: inputs['token'] [0]: expected Tensor",
         "one bucket alone": "ConfigError: buckets 4: expected at least one positive int",
         "buckets differ": "WorldMismatch: the ranks disagree about this call (fingerprint, buckets)",
         "before capture": "UsageError: StepGraphs before capture()",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from eprt.errors import CheckpointError, ConfigError, one_block
+from eprt.errors import CheckpointError, ConfigError, UsageError, one_block
 from eprt.integrations.transformers.experts import leave_out, refuse_to_run
 from eprt.json_files import shown
 from eprt.kinds import require_kinds
@@ -89,7 +89,15 @@ def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
         ignored = [rf"^{re.escape(path)}\." for path in empty(self)]
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
-    return type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
+    members = {"__init__": init, "save_pretrained": _refuse_to_save, "__module__": base.__module__}
+    return type(base.__name__, (base,), members)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        "save_pretrained of a model that was loaded without its experts would write none: copy the checkpoint that it "
+        "came from"
+    )
 
 
 def _hold_places(model: Any, paths: list[str], directory: Path) -> list[str]:
