@@ -271,9 +271,8 @@ def _inside(world: World, rows: int) -> Iterator[None]:
 
 
 def _require_buckets(buckets: Sequence[int]) -> None:
-    known = list(buckets) if isinstance(buckets, Iterable) else buckets  # pyright: ignore[reportUnnecessaryIsInstance]
-    if type(known) is not list or not known or not all(type(rows) is int and rows > 0 for rows in known):
-        raise ConfigError(f"buckets {known}: expected at least one positive int")
+    if not len(buckets) or not all(type(rows) is int and rows > 0 for rows in buckets):
+        raise ConfigError(f"buckets {list(buckets)}: expected at least one positive int")
 
 
 def _require_rows(inputs: Mapping[str, torch.Tensor], device: torch.device) -> None:

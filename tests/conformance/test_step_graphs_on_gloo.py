@@ -112,7 +112,7 @@ def test_what_step_graphs_refuse(pools) -> None:
         "no inputs": "ConfigError: StepGraphs without inputs",
         "two rows": "ConfigError: input token is (2,) on cpu: expected one row, [1, ...]",
         "a row that is a list": "ConfigError: inputs['token'] [0]: expected Tensor",
-        "one bucket alone": "ConfigError: buckets 4: expected at least one positive int",
+        "one bucket alone": "ConfigError: buckets 4: expected a sequence of int",
         "buckets differ": "WorldMismatch: the ranks disagree about this call (fingerprint, buckets)",
         "before capture": "UsageError: StepGraphs before capture()",
         "output of other rows": "ConfigError: forward returned (1, 3) for 4 rows: expected tensors [4, ...]",
