@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 import eprt
-from eprt.bench.layer import random_layer, shape_config
+from eprt.bench.layer import graph_safe, random_layer, shape_config
 from eprt.bench.timing import clocked_phases, samples, settle
 from eprt.config import RuntimeConfig
-from eprt.graphs.recording import refusal
 from eprt.timing import host_stopwatch
 from eprt.world.wire import gather_values
 
@@ -51,7 +50,7 @@ def measure(world: Any, layer: Any, tokens: int) -> dict[str, Any]:
     found = {"alone_us": median(calls(1, 60)), "in_a_row_us": median(calls(10, 10))}
     with clocked_phases([layer]) as phases:
         calls(10, 10)
-    if world.device.type == "cuda" and not refusal(layer):
+    if graph_safe(layer):
         times = samples(world, lambda: layer(x, tokens_per_rank=tokens), graph=True, rounds=20, repeats=5)
         found["graph_us"] = max(gather_values(world, median(times)))
     return {name: round(us, 1) for name, us in found.items()} | {

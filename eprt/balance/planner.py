@@ -181,7 +181,7 @@ class _Slots:
         It takes no more slots per rank than needed, as a rank's time grows with its experts, too.
         """
         copies = [1] * len(counts)
-        heaviest = [(-count / 1, expert) for expert, count in enumerate(counts)] * (ranks > 1)
+        heaviest = [(-float(count), expert) for expert, count in enumerate(counts)] if ranks > 1 else []
         heapify(heaviest)
         for _ in range(min(replicas, (ranks - 1) * len(counts))):
             _, expert = heappop(heaviest)

@@ -129,7 +129,7 @@ def _measured(layer: ExpertParallelMoE, tokens: int) -> dict[str, list[float]]:
             calls[0]()
     found = {phase: times[WARM_ROUNDS:] for phase, times in phases.items()}
     found["layer"], found["by_hand"] = alternating(world, calls, ROUNDS)
-    if world.device.type == "cuda" and not refusal(layer):
+    if graph_safe(layer):
         for name, call in zip(("layer_graph", "by_hand_graph"), calls, strict=True):
             found[name] = samples(world, call, graph=True, rounds=20, repeats=5)
     return found
@@ -167,6 +167,11 @@ def _called_directly(layer: ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
             executor.run(sent.tokens, y)
         outputs.append(dispatcher.bring_back(y, sent.handle))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def graph_safe(layer: ExpertParallelMoE) -> bool:
+    """Says whether the layer's calls can be captured here."""
+    return layer.world.device.type == "cuda" and not refusal(layer)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------

@@ -13,14 +13,13 @@ from typing import Literal
 import torch
 
 from eprt.bench.experts import random_experts
-from eprt.bench.layer import LayerCase, rows_per_expert
+from eprt.bench.layer import LayerCase, graph_safe, rows_per_expert
 from eprt.bench.report import Row, p50_p99, percentile, slowest
 from eprt.bench.routings import RoutedLayer, demand_of
 from eprt.bench.timing import reason_of, samples, world_of
 from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import EprtError
-from eprt.graphs.recording import refusal
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import DECODE_TOKENS
@@ -112,7 +111,7 @@ def _measured(world: World, case: PlacedCase, layers: dict[str, ExpertParallelMo
     topk = TopK(by_rank[world.rank].to(world.device), weights)
     calls = {name: partial(layer, x, topk, tokens_per_rank=T) for name, layer in layers.items()}
     plain, moved = (call().clone() for call in calls.values())
-    graph = world.device.type == "cuda" and not any(refusal(layer) for layer in layers.values())
+    graph = all(graph_safe(layer) for layer in layers.values())
     found: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(TURNS):  # in turn, so that whatever else the machine does meets both
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Which rank holds which expert: logical experts become slots, once, after routing.
+"""Says which rank holds which expert: logical experts become slots, once, after routing.
 
 A slot is a place for one expert on one rank. Every EP rank has equally many (L), rank by rank, so slot s lies on EP
 rank s // L. The model, its router and its checkpoint speak of experts; dispatchers, executors and what travels speak of
