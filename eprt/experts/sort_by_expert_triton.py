@@ -28,9 +28,8 @@ from eprt.launching import CachedKernel
 from eprt.rounding import ceil_div, next_power_of_2
 
 SMALL_IDS = 4096  # up to here counting again in every program is cheaper than another launch
-BLOCK = 128  # entries per block: ranking one takes BLOCK * BLOCK comparisons
-# With few entries blocks are shorter, but only then: more programs would keep the first GEMM off some SMs at its start.
-FEW_IDS, FEW_BLOCK = 1024, 32
+BLOCK, SMALL_BLOCK = 128, 32  # entries per block, above SMALL_IDS and up to it: ranking one compares all its pairs
+FEW_IDS = 1024  # up to here every program counts as many ids at a time, above twice as many
 MOST_PROGRAMS = 128  # each reads the counts of all programs
 _CELLS = 16384  # counts read at a time
 ENTRY = 4  # int32 per scheduler entry: expert, its first row, the row after its last, its first entry's index
@@ -283,15 +282,15 @@ def sort_by_expert(
     beside = beside and ids.numel() <= SMALL_IDS and ids.is_contiguous()  # else another kernel comes between
     (N, K), ids = ids.shape, ids.contiguous()
     num_ids, l_pad = N * K, max(16, next_power_of_2(L + 1))
-    block_s = BLOCK if num_ids > FEW_IDS else FEW_BLOCK
-    counts, blocks, programs = None, 1, max(1, ceil_div(num_ids, block_s))
-    if num_ids > SMALL_IDS:
-        blocks = ceil_div(programs, MOST_PROGRAMS)
-        programs = ceil_div(programs, blocks)
+    counts, block_s, chunk, blocks = None, SMALL_BLOCK, FEW_IDS if num_ids <= FEW_IDS else 2 * FEW_IDS, 1
+    programs, counted = max(1, ceil_div(num_ids, block_s)), num_ids > SMALL_IDS
+    if counted:
+        block_s, chunk, blocks = BLOCK, max(1, _CELLS // l_pad), ceil_div(num_ids, BLOCK * MOST_PROGRAMS)
+        programs = ceil_div(num_ids, blocks * block_s)
         counts = torch.empty((programs, l_pad), dtype=torch.int32, device=ids.device)
         _prepared_count(ids.device, l_pad, block_s)((programs, 1, 1), ids, counts, num_ids, first, L, blocks)
     entries, count, tiles = (None, None, RowTiles(1)) if work is None else (work.entries, work.num_entries, work.tiles)
-    kernel = _prepared_place(ids.device, K, l_pad, block_s, tiles, counts is not None, source is not None, beside)
+    kernel = _prepared_place(ids.device, K, l_pad, block_s, chunk, tiles, counted, source is not None, beside)
     kernel((programs, 1, 1), ids, counts, place, source, offsets, entries, count, num_ids, first, L, blocks)
     return offsets, place
 
@@ -314,12 +313,13 @@ def _prepared_count(device: torch.device, l_pad: int, block_s: int) -> CachedKer
 
 @cache
 def _prepared_place(
-    device: torch.device, K: int, l_pad: int, block_s: int, tiles: RowTiles, counted: bool, lists: bool, beside: bool
-) -> CachedKernel:
-    """Compiles `_sort_by_expert`. counted: counts come from `_count_by_expert`.  lists: it also writes a schedule."""
+    device: torch.device, K: int, l_pad: int, block_s: int, chunk: int, tiles: RowTiles, counted: bool, lists: bool,
+    beside: bool,
+) -> CachedKernel:  # fmt: skip
+    """Compiles `_sort_by_expert`. counted: counts come from `_count_by_expert`, `chunk` of programs at a time
+    instead of ids.  lists: it also writes a schedule."""
     counts, listed = torch.int32 if counted else None, torch.int32 if lists else None
     arguments = torch.int32, counts, torch.int32, listed, torch.int64, listed, listed, 2, 2, 2, 2
-    chunk = max(1, _CELLS // l_pad) if counted else 1024
     sizes = {"K": K, "L_PAD": l_pad, "BLOCK_S": block_s, "CHUNK": chunk, **_constants(tiles), "BESIDE": beside}
     return CachedKernel(_sort_by_expert, device, arguments, sizes, pdl=True, num_warps=8)
 
