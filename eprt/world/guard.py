@@ -47,6 +47,7 @@ LAST_WORDS = "eprt: no call returned to raise this: "  # of a process that is en
 _WHY = ("silent", "exited", "raised", "left", "behind", "store", "foreign", "unknown")
 _MAX_WORDS = 2000
 _WENT_ON = "left: went on without this rank"
+_last_words = threading.Lock()  # of a process with several Worlds the guard that is first says them, then all is over
 
 
 class Guard(Verdicts):
@@ -316,8 +317,9 @@ class Guard(Verdicts):
         """Ends a process whose main thread can't be woken (a kernel or a foreign library waits for a lost rank)."""
         if self._stop.is_set() or self._raised or self.verdict is not verdict:
             return
-        with suppress(AttributeError, OSError, ValueError):  # closed, or no file, as in a notebook
-            sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")
-            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-            sys.stderr.write(f"{LAST_WORDS}{self.verdict}\n")  # last: where logs are read
-        leave_at_once(RankLost.exit_code)
+        with _last_words:
+            with suppress(AttributeError, OSError, ValueError):  # closed, or no file, as in a notebook
+                sys.stderr.write(f"eprt: rank {self.rank} is stuck in a call and its world is lost; its stacks:\n")
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                sys.stderr.write(f"{LAST_WORDS}{self.verdict}\n")  # last: where logs are read
+            leave_at_once(RankLost.exit_code)

@@ -9,10 +9,13 @@ import json
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -363,6 +366,17 @@ def test_a_process_whose_host_sits_in_a_kernel_says_so_and_is_heard() -> None:
     assert 2.0 < result.seconds < trial.limit_s
     (words,) = result.verdicts
     assert words.startswith("rank 1 exited: process")
+
+
+def test_guards_of_two_worlds_in_one_process_speak_one_after_the_other(monkeypatch, capsys) -> None:
+    """Else a verdict stands in the middle of the other World's stacks, and not last, where logs are read."""
+    monkeypatch.setattr(guard, "leave_at_once", lambda code: None)
+    monkeypatch.setattr(guard.faulthandler, "dump_traceback", lambda **_: time.sleep(0.3))
+    stuck = SimpleNamespace(rank=0, verdict="rank 1 exited", _stop=threading.Event(), _raised=False)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda one: guard.Guard._exit_if_stuck(one, one.verdict), [stuck, stuck]))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith(guard.LAST_WORDS) for line in lines] == [False, True, False, True], lines
 
 
 def test_a_soak_counts_what_the_process_holds(tmp_path: Path) -> None:
