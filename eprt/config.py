@@ -88,6 +88,14 @@ class Activation:
         """Tells whether it is `silu(gate) * up`, or any `relu2`: alpha, beta and limit change nothing."""
         return not self.gated or (self.kind, self.alpha, self.beta, self.limit) == ("swiglu", 1.0, 0.0, None)
 
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """Returns alpha, beta, limit (0: none) and the cubic factor c of the one formula of gated kinds, swiglu's with
+        `sigmoid(alpha * (g + c * g ** 3))`: as (1 + tanh(x)) / 2 is sigmoid(2 * x), GELU's approximation is one."""
+        if self.kind == "geglu":
+            return math.sqrt(8 / math.pi), 0.0, 0.0, 0.044715
+        return float(self.alpha), float(self.beta), float(self.limit or 0.0), 0.0
+
     @cached_property
     def parts(self) -> int:
         """Counts the halves of the first matrix: 2 (gate, up) or 1."""

@@ -50,6 +50,7 @@ class ExpertsBaseline:
         weights: number formats that it is given.
         named_only: left out unless asked for.
         plain: only SiLU-gated experts without biases.
+        geglu: experts of GELU, too.
     """
 
     make: Make
@@ -59,6 +60,7 @@ class ExpertsBaseline:
     sm: tuple[int, int] = (80, 999)
     named_only: bool = False
     plain: bool = True
+    geglu: bool = False
 
     def supports(self, config: MoEConfig, device: Device, named: bool) -> Support:
         """Says whether it can be measured on the device, and if not, why."""
@@ -66,7 +68,9 @@ class ExpertsBaseline:
             return refuse(f"takes {', '.join(self.weights)} weights, not {config.weight_format}")
         if device.kind not in self.devices or (device.kind == "cuda" and not self.sm[0] <= device.sm <= self.sm[1]):
             return refuse(f"runs on {', '.join(self.devices)} from sm{self.sm[0]} to sm{self.sm[1]}, not on {device}")
-        if self.plain and (config.bias or not config.activation.gated or not config.activation.plain):
+        activation = config.activation
+        known = (activation.gated and activation.plain) or (activation.kind == "geglu" and self.geglu)
+        if self.plain and (config.bias or not known):
             return refuse("measured with SiLU-gated experts without biases only")
         if self.named_only and not named:
             return refuse("compiles for minutes where nobody has before: only by name, --libraries")
@@ -172,7 +176,7 @@ EXPERTS: dict[str, ExpertsBaseline] = {
         ("bf16",),
         devices=("cpu", "cuda"),
     ),
-    "vllm triton": ExpertsBaseline(triton, _VLLM, ("bf16", "fp8_block", "fp8_channel")),
+    "vllm triton": ExpertsBaseline(triton, _VLLM, ("bf16", "fp8_block", "fp8_channel"), geglu=True),
     "vllm cutlass": ExpertsBaseline(cutlass, _VLLM, ("fp8_channel",), sm=(90, 999)),
     "vllm deep_gemm": ExpertsBaseline(deep_gemm, _VLLM, ("fp8_block",), sm=(90, 999)),
     "vllm triton_kernels": ExpertsBaseline(triton_kernels, _VLLM, ("mxfp4",), sm=(90, 999), plain=False),

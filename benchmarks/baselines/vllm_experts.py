@@ -197,7 +197,8 @@ def _kernel(
     modular = importlib.import_module(f"{_MOE}.modular_kernel")
     kinds = importlib.import_module(f"{_MOE}.activation").MoEActivation
     plain = importlib.import_module(f"{_MOE}.prepare_finalize").make_moe_prepare_and_finalize_no_dp_ep
-    activation = kinds.SILU if config.activation.plain else kinds.SWIGLUOAI
+    gated = kinds.GELU_TANH if config.activation.kind == "geglu" else kinds.SWIGLUOAI
+    activation = kinds.SILU if config.activation.plain else gated
     w1, w2, quant = laid
     moe = settings.FusedMoEConfig(
         num_experts=config.num_experts,

@@ -21,7 +21,7 @@ import torch
 
 from eprt.bench.baselines import MISSING, baselines
 from eprt.bench.report import Report, Row
-from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig, WeightFormat
+from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
 from eprt.models.published import published_layer
@@ -83,6 +83,8 @@ SHAPES: dict[str, ExpertShape] = {
     "glm-4.5-air-fp8-channel": _shape("GLM-4.5-Air-FP8", 4),
     "deepseek-v3-fp8-channel": _shape("DeepSeek-V3", 4, "fp8_channel"),
     "mixtral-8x7b": _shape("Mixtral-8x7B-Instruct-v0.1", 2),
+    # Gemma-4-26B-A4B's, a family that eprt has no reader for.
+    "gemma-4-26b": ExpertShape(MoEConfig(128, 8, 2816, 704, Activation("geglu"), weight_format="bf16"), 1),
 }
 
 

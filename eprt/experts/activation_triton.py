@@ -34,29 +34,32 @@ def _sigmoid(x):
 
 
 @triton.jit
-def activated(gate, up, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """`eprt.config.Activation` in float32; LIMIT 0 is none."""
+def activated(
+    gate, up, GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, CUBIC: tl.constexpr,
+):  # fmt: skip
+    """`eprt.config.Activation` in float32 by its `numbers`."""
     if not GATED:
         positive = tl.maximum(gate, 0.0)
         return positive * positive
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return gate * _sigmoid(ALPHA * gate) * (up + BETA)
+    inner = gate
+    if CUBIC > 0:
+        inner = gate + CUBIC * gate * gate * gate
+    return gate * _sigmoid(ALPHA * inner) * (up + BETA)
 
 
 def constants(activation: Activation | None) -> dict[str, bool | float]:
-    """The arguments of `activated`; None computes nothing."""
-    if activation is None:
-        return {"GATED": False, "ALPHA": 1.0, "BETA": 0.0, "LIMIT": 0.0}
-    numbers = {"ALPHA": activation.alpha, "BETA": activation.beta, "LIMIT": activation.limit or 0.0}
-    return {"GATED": activation.gated, **{name: float(value) for name, value in numbers.items()}}
+    """Returns the constants of `activated`; None computes nothing."""
+    gated, numbers = (False, Activation().numbers) if activation is None else (activation.gated, activation.numbers)
+    return {"GATED": gated, **dict(zip(("ALPHA", "BETA", "LIMIT", "CUBIC"), numbers, strict=True))}
 
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["counts"])
 def _activate_rows(
     wide, narrow, counts, M, I: tl.constexpr, BLOCK: tl.constexpr,
-    GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+    GATED: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, CUBIC: tl.constexpr,
 ):  # fmt: skip
     """Grid: experts x programs that share an expert's rows x blocks of columns."""
     expert = tl.program_id(0).to(tl.int64)
@@ -67,7 +70,7 @@ def _activate_rows(
         up = gate
         if GATED:
             up = tl.load(read + I, mask=column < I).to(tl.float32)
-        value = activated(gate, up, GATED, ALPHA, BETA, LIMIT)
+        value = activated(gate, up, GATED, ALPHA, BETA, LIMIT, CUBIC)
         tl.store(narrow + (expert * M + row) * I + column, value.to(narrow.dtype.element_ty), mask=column < I)
 
 

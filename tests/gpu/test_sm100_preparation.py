@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.builders import recorded
-from support.cases.expert_cases import ACTIVATIONS, CPU, RELU2, RUNTIME, SILU, make_flat
+from support.cases.expert_cases import CPU, RELU2, RUNTIME, SILU, SM100_ACTIVATIONS, make_flat
 from support.cases.sm100_cases import as_slabs, case, packed
 from support.stand_ins.cutedsl_kernels import FakeCuteDsl
 from support.stand_ins.trtllm_kernels import FakeTrtllm
@@ -46,14 +46,14 @@ def tensors(thing: object) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "weight_format", "activation"),
-    [("cutedsl", "nvfp4", a) for a in ACTIVATIONS]
-    + [("trtllm", "nvfp4", a) for a in ACTIVATIONS]
+    [("cutedsl", "nvfp4", a) for a in SM100_ACTIVATIONS]
+    + [("trtllm", "nvfp4", a) for a in SM100_ACTIVATIONS]
     + [("trtllm", "fp8_tensor", a) for a in ("silu", "relu2")]
     + [("trtllm", "fp8_block", a) for a in ("silu", "gpt_oss")]
-    + [("trtllm", "mxfp8", a) for a in ACTIVATIONS],
+    + [("trtllm", "mxfp8", a) for a in SM100_ACTIVATIONS],
 )
 def test_the_same_bytes_as_on_a_cpu(kind, weight_format, activation):
-    config, shard, weights = case(weight_format, (160, 96), ACTIVATIONS[activation])
+    config, shard, weights = case(weight_format, (160, 96), SM100_ACTIVATIONS[activation])
     here, there = (
         tensors(vars(KINDS[kind](config, shard, weights.to(place), place, RUNTIME))) for place in (CPU, CUDA)
     )
@@ -130,7 +130,7 @@ def silent_kernels(kind: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("travelled", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", SM100_ACTIVATIONS)
 @pytest.mark.parametrize(
     ("kind", "weight_format", "token_format"),
     [
@@ -149,7 +149,7 @@ def test_nothing_around_the_kernels_stops_a_capture(kind, weight_format, token_f
         pytest.skip("no such kernel")
     if travelled and weight_format != "nvfp4":
         pytest.skip("travels as bf16")
-    config, shard, weights = case(weight_format, (160, 96), ACTIVATIONS[activation])
+    config, shard, weights = case(weight_format, (160, 96), SM100_ACTIVATIONS[activation])
     base = CuteDslExecutor if kind == "cutedsl" else TrtllmGenExecutor
     runtime = replace(RUNTIME, token_format=token_format)
     executor = type("Built", (base,), {"kernels": silent_kernels(kind)})(config, shard, weights, CUDA, runtime)

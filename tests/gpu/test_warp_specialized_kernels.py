@@ -173,8 +173,8 @@ def test_wide_tiles_have_the_bits_of_narrow_ones(activation, schedule, launched)
 @pytest.mark.parametrize(
     ("form", "activation"),
     of_each_form(
-        [("gpt_oss",), ("silu",), ("relu2",)],
-        {"bf16": (0, 1, 2), "mxfp4": (0,), "nvfp4": (), "int4": (1,), "fp8_channel": (0,), "fp8_block": (0,)}
+        [("gpt_oss",), ("silu",), ("relu2",), ("geglu",)],
+        {"bf16": (0, 1, 2, 3), "mxfp4": (0,), "nvfp4": (), "int4": (1,), "fp8_channel": (0,), "fp8_block": (0,)}
         | {WIDE: (0,), W4A8: (0,)},
     ),
 )

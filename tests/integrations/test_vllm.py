@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engine_models import PROMPTS, Prompts, by_transformers, glm4_model, qwen3_model
+from support.engine_models import PROMPTS, Prompts, by_transformers, gemma4_model, glm4_model, qwen3_model
 from support.ports import free_port
 
 from eprt.integrations.vllm.supported import DECODE, RUNNERS
@@ -276,11 +277,13 @@ def test_experts_are_chosen_by_eprt_in_a_gates_place(
     assert tokens == gpt_oss_tokens
 
 
-def test_a_router_with_a_bias_and_shared_experts(tmp_path: Path) -> None:
-    """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias that vLLM keeps beside the experts."""
-    want, lead = by_transformers(glm4_model(tmp_path / "glm4"))
+@pytest.mark.parametrize("write", [glm4_model, gemma4_model])
+def test_other_routers_and_activations(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias that vLLM keeps beside the experts. Gemma 4's
+    experts are of GELU; their weights have a scale for each expert."""
+    want, lead = by_transformers(write(tmp_path / "model"))
     assert lead > 1e-4  # float32 on both sides, sums in another order
-    tokens, log = serve(tmp_path, tmp_path / "glm4", "float32", dp=2)
+    tokens, log = serve(tmp_path, tmp_path / "model", "float32", dp=2)
     assert tokens == want
     assert "2 of 2 MoE layers" in log
 

@@ -68,6 +68,23 @@ def glm4_model(folder: Path) -> Any:
     return model
 
 
+def gemma4_model(folder: Path) -> Any:
+    """Writes a tiny Gemma 4 in float32: experts of GELU beside a dense block, a router with a scale for each expert."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(4)
+    sizes = {name: size for name, size in SIZES.items() if name not in ("norm_topk_prob", "num_experts_per_tok")}
+    sizes |= {"global_head_dim": 32, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    experts = {"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 48}
+    config = Gemma4TextConfig(**sizes, **layers, **experts)
+    model = Gemma4ForCausalLM(config).float().eval()
+    for layer in model.model.layers:
+        layer.router.per_expert_scale.data.uniform_(0.5, 2.0)
+    model.save_pretrained(folder)
+    return model
+
+
 def int4(dialect: str, codes: torch.Tensor, scales: torch.Tensor) -> Stored:
     """One matrix [rows, cols] of codes 1 to 15 around 8, scales [rows, cols / GROUP], as a packer stores it."""
     if dialect == "pack_quantized":

@@ -9,7 +9,7 @@ import torch
 from support.cases import vllm_layouts as layouts
 from support.cases.vllm_layouts import H, I, K, L, Loaded
 
-from eprt.config import MoEConfig
+from eprt.config import Activation, MoEConfig
 from eprt.errors import CheckpointError
 from eprt.integrations.engine.parameters import FallsBackToEngine, expert_weights, mark_unset
 from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout_of
@@ -88,6 +88,7 @@ def test_activations() -> None:
     assert made("silu", limit=10.0) == (1.0, 0.0, 10.0)
     assert made("swigluoai") == (1.702, 1.0, 7.0)
     assert made("swigluoai_uninterleave", alpha=1.702, beta=1.0, limit=7.0) == (1.702, 1.0, 7.0)
+    assert activation_of(layer_of(Loaded(None, "gelu_tanh", {}, *[torch.empty(0)] * 3))) == Activation("geglu")
     for name in ("gelu", "swiglustep", "situ", "silu_no_mul", "swigluoai_uninterleave"):
         with pytest.raises(FallsBackToEngine, match=name):
             made(name)

@@ -88,7 +88,7 @@ def _results(total, target, expert, row, end, first, C: gl.constexpr, SWAP: gl.c
         if C.GATED:
             up += gl.expand_dims(gl.load(own + width, mask=there, other=0.0), SWAP)
     if C.FIRST:
-        gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT)
+        gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT, C.CUBIC)
     return gate
 
 

@@ -37,7 +37,7 @@ class FewConstants:
     """The compile-time constants of `few_gemm`.
 
     Attributes:
-        PAIR, UNIT_SCALES, ZEROS, N, K, W_STRIDE, W_ROWS, W_TMA, FIRST, GATED, ALPHA, BETA, LIMIT: see `GemmConstants`.
+        PAIR, UNIT_SCALES, ZEROS, N, K, W_STRIDE, W_ROWS, W_TMA, FIRST, GATED to CUBIC: see `GemmConstants`.
         TOKENS: at least as many as come.  TOP_K, K_PAD: entries per token, and the next power of 2.
         BLOCK_N, BLOCK_K: weight rows and columns per block.  STAGES: depth of the pipeline; not of 4-bit weights.
         AHEAD, EAGER: of 4-bit weights, see `schedules.FewTile`.
@@ -68,6 +68,7 @@ class FewConstants:
     ALPHA: float
     BETA: float
     LIMIT: float
+    CUBIC: float
 
 
 @triton.jit
@@ -277,7 +278,7 @@ def _finished(total, terms, w_factor, bias, column, C: tl.constexpr):
         if C.GATED:
             up += up_bias
     if C.FIRST:
-        gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT)
+        gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT, C.CUBIC)
     return gate, n, n < width
 
 

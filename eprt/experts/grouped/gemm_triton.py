@@ -56,7 +56,7 @@ class GemmConstants:
         SWAP: weights x tokens.  FLATTEN: one pipeline over all tiles of a program, instead of one for each.
         X_TMA, W_TMA: tokens and weights come by TMA.
         LAUNCH_DEPENDENTS: see `sort_by_expert_triton.pdl_wait`.
-        FIRST: the epilogue ends in the activation.  GATED, ALPHA, BETA, LIMIT: see `activation_triton.constants`.
+        FIRST: the epilogue ends in the activation.  GATED to CUBIC: see `activation_triton.constants`.
     """
 
     PAIR: str
@@ -83,6 +83,7 @@ class GemmConstants:
     ALPHA: float
     BETA: float
     LIMIT: float
+    CUBIC: float
 
 
 @triton.jit
@@ -259,7 +260,7 @@ def _finish(gate, up, target, expert, m, ok, column, C: tl.constexpr, x_scale=No
         if C.GATED:
             up += _along(tl.load(own + width, mask=n < width, other=0.0), SWAP)
     if C.FIRST:
-        gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT)
+        gate = activated(gate, up, C.GATED, C.ALPHA, C.BETA, C.LIMIT, C.CUBIC)
     there = m.to(tl.int64) * out_stride + expert.to(tl.int64) * out_skip
     tl.store(
         out + _across(there, SWAP) + _along(n, SWAP),

@@ -20,12 +20,13 @@ def activation_source(activation: Activation) -> tuple[str, str]:
     if not activation.gated:
         return "unary", "a > 0.0f ? a * a : 0.0f"
     gate, up = "a", "b"
-    if activation.limit is not None:
-        limit = f"{float(activation.limit)!r}f"
-        gate, up = f"fminf(a, {limit})", f"fminf(fmaxf(b, -{limit}), {limit})"
-    if activation.beta:
-        up = f"({up} + {float(activation.beta)!r}f)"
-    return "binary_split", f"{gate} / (1.0f + __expf(-{float(activation.alpha)!r}f * {gate})) * {up}"
+    alpha, beta, limit, cubic = activation.numbers
+    if limit:
+        gate, up = f"fminf(a, {limit!r}f)", f"fminf(fmaxf(b, -{limit!r}f), {limit!r}f)"
+    if beta:
+        up = f"({up} + {beta!r}f)"
+    inner = f"({gate} + {cubic!r}f * {gate} * {gate} * {gate})" if cubic else gate
+    return "binary_split", f"{gate} / (1.0f + __expf(-{alpha!r}f * {inner})) * {up}"
 
 
 class RowKernel:

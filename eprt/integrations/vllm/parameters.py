@@ -15,6 +15,7 @@ from eprt.integrations.engine import parameters as shared
 from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, layout_in
 
 INTERLEAVED = "swigluoai"
+_WITHOUT_NUMBERS = {"gelu_tanh": Activation("geglu"), "relu2_no_mul": Activation("relu2")}
 
 
 def layout_of(method: object) -> ParameterLayout:
@@ -32,8 +33,8 @@ def activation_of(layer: Any) -> Activation:
         return Activation(alpha=alpha or 1.702, beta=1.0 if beta is None else beta, limit=limit or 7.0)
     if name == "swigluoai_uninterleave" and limit is not None:
         return Activation(alpha=1.0 if alpha is None else alpha, beta=beta or 0.0, limit=limit)
-    if name == "relu2_no_mul":
-        return Activation("relu2")
+    if name in _WITHOUT_NUMBERS:
+        return _WITHOUT_NUMBERS[name]
     raise FallsBackToEngine(f"activation {name}")
 
 

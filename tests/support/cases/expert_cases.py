@@ -24,7 +24,8 @@ SILU = Activation()
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
 DEEPSEEK_V4 = Activation(limit=10.0)
 RELU2 = Activation("relu2")
-ACTIVATIONS = {"silu": SILU, "gpt_oss": GPT_OSS, "deepseek_v4": DEEPSEEK_V4, "relu2": RELU2}
+SM100_ACTIVATIONS = {"silu": SILU, "gpt_oss": GPT_OSS, "deepseek_v4": DEEPSEEK_V4, "relu2": RELU2}
+ACTIVATIONS = SM100_ACTIVATIONS | {"geglu": Activation("geglu")}
 
 
 def make_config(weight_format: str = "f32", **changes) -> MoEConfig:

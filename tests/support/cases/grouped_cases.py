@@ -33,7 +33,7 @@ FP8_RUNTIME = RuntimeConfig(low_precision_activations=True)
 FP8_BOUND = 8e-2
 
 make_tokens = partial(make_flat, seed=1, dtype=torch.bfloat16, every_row_read=True, device=DEVICE)
-ACTIVATIONS = {name: expert_cases.ACTIVATIONS[name] for name in ("silu", "gpt_oss", "relu2")}
+ACTIVATIONS = {name: expert_cases.ACTIVATIONS[name] for name in ("silu", "gpt_oss", "relu2", "geglu")}
 
 
 def layer(form="bf16", H=96, I=48, E=6, K=3, activation=GPT_OSS, bias=True):

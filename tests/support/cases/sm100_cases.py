@@ -20,7 +20,7 @@ from support.cases.expert_cases import CPU, RUNTIME, SILU, make_config, make_wei
 from support.stand_ins.sm100_kernels import RELU2, SWIGLU, activate
 
 # Beta without a limit: nothing brings gate and up to one global scale before, and beta is added on up's side.
-ACTIVATIONS = expert_cases.ACTIVATIONS | {"beta": Activation(alpha=1.7, beta=1.0)}
+ACTIVATIONS = expert_cases.SM100_ACTIVATIONS | {"beta": Activation(alpha=1.7, beta=1.0)}
 
 
 def calibrated(weights: ExpertWeights, config, seed: int = 0) -> ExpertWeights:
