@@ -18,14 +18,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "triton_grouped"
-PAGES = (
-    "docs/balance.md",
-    "docs/hardware.md",
-    "docs/lab/grouped_gemm.md",
-    "docs/limits_and_errors.md",
-    "docs/vllm.md",
-    "docs/sglang.md",
-)
 REGION = re.compile(r"(<!-- (\w+): python docs/figures/tables\.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 Times = dict[tuple[str, int], dict[str, Any]]  # (backend, tokens) -> its row
@@ -185,20 +177,12 @@ def router() -> str:
 STEPS = "step_h200_x2"
 
 
-def steps() -> tuple[list[int], dict[str, dict[tuple[str, int], float]]]:
-    """Tokens a rank, and of each model (path, tokens) -> milliseconds."""
-    rows: Rows = result(STEPS)["rows"]
-    found: dict[str, dict[tuple[str, int], float]] = {}
-    for r in rows:
-        found.setdefault(r["model"], {})[r["path"], r["tokens"]] = r["step_p50_us"] / 1e3
-    return sorted({r["tokens"] for r in rows}), found
-
-
 def step() -> str:
     """Of each model: milliseconds, and the step graph over transformers' own."""
-    lines: list[list[str]] = []
-    tokens, models = steps()
-    for model, of in models.items():
+    rows: Rows = result(STEPS)["rows"]
+    tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
+    for model in dict.fromkeys(r["model"] for r in rows):
+        of = {(r["path"], r["tokens"]): r["step_p50_us"] / 1e3 for r in rows if r["model"] == model}
         for path in dict.fromkeys(path for path, _ in of):
             whose = path if path.startswith("transformers") else f"eprt, {path}"
             lines.append(line(f"{model}: {whose}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
@@ -310,19 +294,15 @@ def layer() -> str:
 def placed() -> str:
     """What replicas bring under uneven routing, and cost under even routing."""
     names, lines = ("placed_h200_x2", "placed_even_h200_x2"), []
-    for row in (row for name in names for row in result(name)["rows"] if row["placement"] == "planned"):
-        before = next(r for name in names for r in result(name)["rows"] if same_layer(r, row))
+    rows: Rows = [row for name in names for row in result(name)["rows"]]
+    in_order = {(r["routing"], r["shape"], r["tokens"]): r for r in rows if r["placement"] == "in order"}
+    for row in (r for r in rows if r["placement"] == "planned"):
+        before = in_order[row["routing"], row["shape"], row["tokens"]]
         facts = [row["routing"], row["shape"], row["tokens"], f"{before['imbalance']:.2f}", f"{row['imbalance']:.2f}"]
         us = [micro(before["layer_p50_us"]), micro(row["layer_p50_us"])]
         lines.append([*facts, *us, f"{row['gain']:.2f}", f"{row['predicted_gain']:.2f}"])
     heading = ["routing", "shape", "tokens per rank", "max/mean in order", "planned", "us in order", "planned", "gain"]
     return f"{table([*heading, 'by the model'], lines)}\n\n" + "\n".join(map(source, names))
-
-
-def same_layer(one: dict[str, Any], planned: dict[str, Any]) -> bool:
-    """Whether it is the same case with its experts in order."""
-    names = ("routing", "shape", "tokens")
-    return one["placement"] == "in order" and all(one[name] == planned[name] for name in names)
 
 
 def duel(name: str, engine: str) -> str:
@@ -421,10 +401,8 @@ def soak() -> str:
 
 def simulated_ep64() -> str:
     """A line a routing, number of tokens and placement."""
-    names, transports = (
-        {"uniform": "uniform", "zipf:0.6:0": "Zipf 0.6", "zipf:1.1:0": "Zipf 1.1"},
-        ("none", "torch", "deepep"),
-    )
+    names = {"uniform": "uniform", "zipf:0.6:0": "Zipf 0.6", "zipf:1.1:0": "Zipf 1.1"}
+    transports = ("none", "torch", "deepep")
     of = {(r["routing"], r["tokens"], r["placement"], r["transport"]): r for r in result("simulated_ep64")["rows"]}
     cases = sorted(dict.fromkeys(key[:3] for key in of), key=lambda case: (list(names).index(case[0]), case[1]))
     heading = ["routing", "tokens per rank", "experts lie", "max/mean"]
@@ -487,7 +465,6 @@ def written(page: str, text: str) -> str:
 if __name__ == "__main__":
     import pictures
 
-    for page in PAGES:
-        path = ROOT / page
-        path.write_text(written(page, path.read_text()))
+    for path in ROOT.glob("docs/**/*.md"):
+        path.write_text(written(str(path.relative_to(ROOT)), path.read_text()))
     pictures.write()
