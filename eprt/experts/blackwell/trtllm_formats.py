@@ -79,13 +79,10 @@ class TrtllmFormat(ABC):
         self.activation = activation
         self.device = device
         self.hidden = round_up(H, ROWS)
-        self.intermediate = round_up(I, self.intermediate_multiple(activation))
+        self.intermediate = round_up(I, ROWS // activation.parts if self.entry == "fp4" else ROWS)
         self.fold_scales(weights.gate_up, weights.down)
         self.weights = self._prepare(weights)
         self.swiglu = self._raw_swiglu()
-
-    def intermediate_multiple(self, activation: Activation) -> int:
-        return ROWS
 
     def fold_scales(self, gate_up: Any, down: Any) -> None:
         """Keeps what a call needs of the second-level scales; raises ConfigError where the kernels lack one."""
@@ -141,9 +138,6 @@ class Nvfp4Format(TrtllmFormat):
     """NVFP4 tokens x NVFP4 weights; what leaves the first GEMM is NVFP4 again."""
 
     entry = "fp4"
-
-    def intermediate_multiple(self, activation: Activation) -> int:
-        return ROWS // activation.parts
 
     def fold_scales(self, gate_up: Nvfp4, down: Nvfp4) -> None:
         # One limit for both raw sums: only possible if one factor turns both into values.
