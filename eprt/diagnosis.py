@@ -154,7 +154,7 @@ def _torch_problems() -> Iterator[Problem]:
 
 def _deepep_problems() -> Iterator[Problem]:
     requirement = DISPATCHERS["deepep"].requirement
-    wheel = f"{requirement.distributions[0]}>={requirement.minimum}" if requirement else "deep_ep"
+    wheel = requirement.wanted if requirement else "deep_ep"
     if (placeholder := _version("deep-ep")) and placeholder.startswith("1.0.0"):
         yield Problem(
             f"the distribution deep-ep {placeholder} is a placeholder without the module's kernels",

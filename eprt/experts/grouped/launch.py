@@ -143,7 +143,6 @@ class Gemm:
         return data, tokens, tail, rows.source, rows.scale, *common, work.tile_counter
 
     def _compile(self, arguments: tuple[Any, ...], schedule: Schedule, tile: Tile, x_tma: bool) -> CachedKernel:
-        """Compiles the tile's kernel for arguments like these."""
         kernel, kind, options = grouped_gemm, GemmConstants, self._options(tile)
         if tile.warp_specialized:
             from eprt.experts.grouped.constants_gluon import KernelConstants
