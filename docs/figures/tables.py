@@ -49,15 +49,9 @@ def devices(machine: list[str]) -> str:
 def source(name: str) -> str:
     """One click to the file, and what its numbers can't be understood without. Links are as seen from the root."""
     found = result(name)
-    machine, versions = found["machine"], found.get("versions", {})
-    torch, day = versions.get("torch", found.get("torch")), found.get("time", "").partition("T")[0]
-    told = [
-        machine if isinstance(machine, str) else devices(machine),
-        f"torch {torch}",
-        f"commit {found['commit'][:7]}",
-        day,
-    ]
-    return f"[{name}.json](benchmarks/results/{name}.json): {', '.join(filter(None, told))}."
+    machine, day = devices(found["machine"]), found["time"].partition("T")[0]
+    told = f"{machine}, torch {found['versions']['torch']}, commit {found['commit'][:7]}, {day}"
+    return f"[{name}.json](benchmarks/results/{name}.json): {told}."
 
 
 # ---- transport ------------------------------------------------------------------------------------------------------
@@ -306,15 +300,13 @@ def placed() -> str:
 
 
 def duel(name: str, engine: str) -> str:
-    """Medians of a decode step or of a whole load, and the extremes; not where the clock ran backwards."""
+    """Medians of a decode step or of a whole load, and the extremes."""
     lines = list[list[str]]()
 
     def load(row: dict[str, Any]) -> tuple[str, str]:
         return row["model"], f"{row['what']} of {row['batch']}" if "what" in row else str(row["batch"])
 
     rows: Rows = result(name)["rows"]
-    wrong = {load(r) for r in rows if r["step_ms"] <= 0}
-    rows = [r for r in rows if load(r) not in wrong]
     sides = dict.fromkeys(r["plugin"] for r in rows if r["plugin"] != "eprt")
     own = {side: f"{engine}'s {side.partition(':')[2] or 'own experts'}" for side in sides}
     for model, what in dict.fromkeys(map(load, rows)):
@@ -322,11 +314,9 @@ def duel(name: str, engine: str) -> str:
             plugin: [r["step_ms"] for r in rows if load(r) == (model, what) and r["plugin"] == plugin]
             for plugin in (*own, "eprt")
         }
-        cells = [
-            f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" if ms else "" for ms in steps.values()
-        ]
-        found = [ratio(median(steps["eprt"]), median(steps[side])) if steps[side] else "" for side in own]
-        lines.append([model, what, *cells, *found])
+        cells = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" for ms in steps.values()]
+        cells += [ratio(median(steps["eprt"]), median(steps[side])) for side in own]
+        lines.append([model, what, *cells])
     ratios = [f"eprt / {side.partition(':')[2] or engine}" for side in own]
     heading = ["model", "sequences a rank", *(f"{title}, ms" for title in own.values()), "eprt's, ms", *ratios]
     return f"{table(heading, lines)}\n\n{source(name)}"
