@@ -30,7 +30,6 @@ Run = Callable[[str, argparse.Namespace, Path, Path, int], list[dict[str, Any]]]
 
 
 def parser(doc: str, engine: str) -> argparse.ArgumentParser:
-    """Returns the options that every engine's duel has."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = found.add_argument
     add("--models", "--model", choices=MODELS, nargs="+", default=["gpt-oss"], help="one after the other")

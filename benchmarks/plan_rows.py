@@ -58,6 +58,13 @@ def table(kind: str, file: str, found: Sized) -> dict[str, Any]:
     return {"kind": kind, "sm": SM, "source": f"{RESULTS / file}.json", "rows": list(rows.values())}
 
 
+def written(found: dict[str, Any]) -> str:
+    """Returns a table with one row per line, as in a result file."""
+    head = json.dumps(found | {"rows": []}).removesuffix("]}")
+    rows = ",\n  ".join(map(json.dumps, found["rows"]))
+    return f" {head}\n  {rows}\n ]}}"
+
+
 def rows_of(file: str) -> list[dict[str, Any]]:
     return json.loads((ROOT / RESULTS / f"{file}.json").read_text())["rows"]
 
@@ -65,7 +72,7 @@ def rows_of(file: str) -> list[dict[str, Any]]:
 def main() -> None:
     tables = [table("dispatch", file, dispatch(rows_of(file), payload)) for file, payload in DISPATCH.items()]
     tables += [table("experts", file, experts(rows_of(file))) for file in EXPERTS]
-    (ROOT / "eprt/plan/measured.json").write_text(json.dumps(tables, indent=1) + "\n")
+    (ROOT / "eprt/plan/measured.json").write_text("[\n" + ",\n".join(map(written, tables)) + "\n]\n")
 
 
 if __name__ == "__main__":

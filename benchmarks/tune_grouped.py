@@ -174,7 +174,7 @@ def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
         between = outs[0][:, : gemms[1].matrix.cols]
         for index, gemm in enumerate(gemms):
             if index == 0:
-                reads = executor._rows(Payload.plain(hidden), work, source)
+                reads = replace(executor._rows(Payload.plain(hidden), None), source=source)
             else:  # what the first GEMM has written by now
                 reads = quantize_rows(between, work, gemm) if executor._pair in FP8_PAIRS else Rows(between)
             for tile in tiles(executor._pair, m, tail, tma=index == 1):

@@ -126,13 +126,11 @@ def copies(worker: Any, end: str) -> dict[str, Any]:
 
 
 def write_back(worker: Any, kept: dict[str, Any]) -> None:
-    """Writes copies back into the parameters that they were made of."""
     for name, value in kept.items():
         worker.get_model().get_parameter(name).data.copy_(value)
 
 
 def problems(rows: list[dict[str, Any]], device: str, expert_bytes: int) -> list[str]:
-    """Returns what is wrong with a model's cycles."""
     found = [f"cycle {row['cycle']}: other tokens" for row in rows if not row["tokens_equal"]]
     if device == "cpu":
         return found
@@ -148,7 +146,6 @@ def problems(rows: list[dict[str, Any]], device: str, expert_bytes: int) -> list
 
 
 def expert_bytes(folder: Path) -> int:
-    """Returns the bytes of all experts in a checkpoint."""
     with Checkpoint(folder) as source:
         experts = [info for name, info in source.manifest.items() if ".experts." in name]
     return sum(math.prod(info.shape) * {"BF16": 2, "F32": 4}.get(info.dtype, 1) for info in experts)

@@ -21,9 +21,3 @@ def activated(activation: Activation, gate: torch.Tensor | None, up: torch.Tenso
     if (activation.alpha, activation.beta) == (1.0, 0.0):
         return F.silu(gate) * up
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
-
-
-def activate(activation: Activation, hidden: torch.Tensor) -> torch.Tensor:
-    """[..., parts * I] float32 -> [..., I] float32; the formula of `eprt.config.Activation`. Zeros stay zeros."""
-    gate, up = hidden.chunk(2, dim=-1) if activation.gated else (None, hidden)
-    return activated(activation, gate, up)

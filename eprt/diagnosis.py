@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from eprt.dispatch import DISPATCHERS
-from eprt.experts import EXECUTORS
-from eprt.support import Device, Requirement
+from eprt.dispatch import DISPATCHERS, DispatcherSpec
+from eprt.experts import EXECUTORS, ExecutorSpec
+from eprt.support import Device
 from eprt.support import installed_version as _version
 
 DISTRIBUTIONS = (
@@ -90,10 +90,9 @@ def backends() -> list[dict[str, object]]:
     packages installed here, and what is missing, or what it is."""
     device = Device.here("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, object]] = []
-    tables: dict[str, dict[str, Any]] = {"dispatcher": DISPATCHERS, "executor": EXECUTORS}
-    for kind, table in tables.items():
+    for kind, table in (("dispatcher", DISPATCHERS), ("executor", EXECUTORS)):
         for spec in table.values():
-            missing = _missing(spec.devices, getattr(spec, "sm", None), spec.requirement, device)
+            missing = _missing(spec, device)
             rows.append({"kind": kind, "name": spec.name, "ok": not missing, "reason": missing or spec.summary})
     return rows
 
@@ -155,7 +154,7 @@ def _torch_problems() -> Iterator[Problem]:
 
 def _deepep_problems() -> Iterator[Problem]:
     requirement = DISPATCHERS["deepep"].requirement
-    wheel = f"{requirement.distributions[0]}>={requirement.minimum}" if requirement else "deep_ep"
+    wheel = requirement.wanted if requirement else "deep_ep"
     if (placeholder := _version("deep-ep")) and placeholder.startswith("1.0.0"):
         yield Problem(
             f"the distribution deep-ep {placeholder} is a placeholder without the module's kernels",
@@ -216,16 +215,15 @@ def _host_problems() -> Iterator[Problem]:
 # ---- helpers --------------------------------------------------------------------------------------------------
 
 
-def _missing(
-    kinds: tuple[str, ...], sm: tuple[int, int] | None, requirement: Requirement | None, device: Device
-) -> str:
+def _missing(spec: DispatcherSpec | ExecutorSpec, device: Device) -> str:
     """Returns everything that is missing, not only the first thing."""
     missing: list[str] = []
-    if device.kind not in kinds:
-        missing.append(f"runs on {', '.join(kinds)}, this machine is {device}")
-    elif sm is not None and device.kind == "cuda" and not sm[0] <= device.sm <= sm[1]:
-        missing.append(f"needs sm{sm[0]}" + (f" to sm{sm[1]}" if sm[1] < 999 else " or later") + f", this is {device}")
-    if requirement is not None and not (found := requirement.check()):
+    low, high = spec.sm if isinstance(spec, ExecutorSpec) else (0, 999)
+    if device.kind not in spec.devices:
+        missing.append(f"runs on {', '.join(spec.devices)}, this machine is {device}")
+    elif device.kind == "cuda" and not low <= device.sm <= high:
+        missing.append(f"needs sm{low}" + (f" to sm{high}" if high < 999 else " or later") + f", this is {device}")
+    if spec.requirement is not None and not (found := spec.requirement.check()):
         missing.append(found.reason)
     return "; ".join(missing)
 

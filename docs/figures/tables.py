@@ -18,14 +18,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "triton_grouped"
-PAGES = (
-    "docs/balance.md",
-    "docs/hardware.md",
-    "docs/lab/grouped_gemm.md",
-    "docs/limits_and_errors.md",
-    "docs/vllm.md",
-    "docs/sglang.md",
-)
 REGION = re.compile(r"(<!-- (\w+): python docs/figures/tables\.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 Times = dict[tuple[str, int], dict[str, Any]]  # (backend, tokens) -> its row
@@ -57,15 +49,9 @@ def devices(machine: list[str]) -> str:
 def source(name: str) -> str:
     """One click to the file, and what its numbers can't be understood without. Links are as seen from the root."""
     found = result(name)
-    machine, versions = found["machine"], found.get("versions", {})
-    torch, day = versions.get("torch", found.get("torch")), found.get("time", "").partition("T")[0]
-    told = [
-        machine if isinstance(machine, str) else devices(machine),
-        f"torch {torch}",
-        f"commit {found['commit'][:7]}",
-        day,
-    ]
-    return f"[{name}.json](benchmarks/results/{name}.json): {', '.join(filter(None, told))}."
+    machine, day = devices(found["machine"]), found["time"].partition("T")[0]
+    told = f"{machine}, torch {found['versions']['torch']}, commit {found['commit'][:7]}, {day}"
+    return f"[{name}.json](benchmarks/results/{name}.json): {told}."
 
 
 # ---- transport ------------------------------------------------------------------------------------------------------
@@ -185,20 +171,12 @@ def router() -> str:
 STEPS = "step_h200_x2"
 
 
-def steps() -> tuple[list[int], dict[str, dict[tuple[str, int], float]]]:
-    """Tokens a rank, and of each model (path, tokens) -> milliseconds."""
-    rows: Rows = result(STEPS)["rows"]
-    found: dict[str, dict[tuple[str, int], float]] = {}
-    for r in rows:
-        found.setdefault(r["model"], {})[r["path"], r["tokens"]] = r["step_p50_us"] / 1e3
-    return sorted({r["tokens"] for r in rows}), found
-
-
 def step() -> str:
     """Of each model: milliseconds, and the step graph over transformers' own."""
-    lines: list[list[str]] = []
-    tokens, models = steps()
-    for model, of in models.items():
+    rows: Rows = result(STEPS)["rows"]
+    tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
+    for model in dict.fromkeys(r["model"] for r in rows):
+        of = {(r["path"], r["tokens"]): r["step_p50_us"] / 1e3 for r in rows if r["model"] == model}
         for path in dict.fromkeys(path for path, _ in of):
             whose = path if path.startswith("transformers") else f"eprt, {path}"
             lines.append(line(f"{model}: {whose}", tokens, lambda n, of=of, path=path: f"{of[path, n]:.2f}"))
@@ -310,8 +288,10 @@ def layer() -> str:
 def placed() -> str:
     """What replicas bring under uneven routing, and cost under even routing."""
     names, lines = ("placed_h200_x2", "placed_even_h200_x2"), []
-    for row in (row for name in names for row in result(name)["rows"] if row["placement"] == "planned"):
-        before = next(r for name in names for r in result(name)["rows"] if same_layer(r, row))
+    rows: Rows = [row for name in names for row in result(name)["rows"]]
+    in_order = {(r["routing"], r["shape"], r["tokens"]): r for r in rows if r["placement"] == "in order"}
+    for row in (r for r in rows if r["placement"] == "planned"):
+        before = in_order[row["routing"], row["shape"], row["tokens"]]
         facts = [row["routing"], row["shape"], row["tokens"], f"{before['imbalance']:.2f}", f"{row['imbalance']:.2f}"]
         us = [micro(before["layer_p50_us"]), micro(row["layer_p50_us"])]
         lines.append([*facts, *us, f"{row['gain']:.2f}", f"{row['predicted_gain']:.2f}"])
@@ -319,22 +299,14 @@ def placed() -> str:
     return f"{table([*heading, 'by the model'], lines)}\n\n" + "\n".join(map(source, names))
 
 
-def same_layer(one: dict[str, Any], planned: dict[str, Any]) -> bool:
-    """Whether it is the same case with its experts in order."""
-    names = ("routing", "shape", "tokens")
-    return one["placement"] == "in order" and all(one[name] == planned[name] for name in names)
-
-
 def duel(name: str, engine: str) -> str:
-    """Medians of a decode step or of a whole load, and the extremes; not where the clock ran backwards."""
+    """Medians of a decode step or of a whole load, and the extremes."""
     lines = list[list[str]]()
 
     def load(row: dict[str, Any]) -> tuple[str, str]:
         return row["model"], f"{row['what']} of {row['batch']}" if "what" in row else str(row["batch"])
 
     rows: Rows = result(name)["rows"]
-    wrong = {load(r) for r in rows if r["step_ms"] <= 0}
-    rows = [r for r in rows if load(r) not in wrong]
     sides = dict.fromkeys(r["plugin"] for r in rows if r["plugin"] != "eprt")
     own = {side: f"{engine}'s {side.partition(':')[2] or 'own experts'}" for side in sides}
     for model, what in dict.fromkeys(map(load, rows)):
@@ -342,11 +314,9 @@ def duel(name: str, engine: str) -> str:
             plugin: [r["step_ms"] for r in rows if load(r) == (model, what) and r["plugin"] == plugin]
             for plugin in (*own, "eprt")
         }
-        cells = [
-            f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" if ms else "" for ms in steps.values()
-        ]
-        found = [ratio(median(steps["eprt"]), median(steps[side])) if steps[side] else "" for side in own]
-        lines.append([model, what, *cells, *found])
+        cells = [f"{median(ms):.2f} ({min(ms):.2f} to {max(ms):.2f} of {len(ms)})" for ms in steps.values()]
+        cells += [ratio(median(steps["eprt"]), median(steps[side])) for side in own]
+        lines.append([model, what, *cells])
     ratios = [f"eprt / {side.partition(':')[2] or engine}" for side in own]
     heading = ["model", "sequences a rank", *(f"{title}, ms" for title in own.values()), "eprt's, ms", *ratios]
     return f"{table(heading, lines)}\n\n{source(name)}"
@@ -421,10 +391,8 @@ def soak() -> str:
 
 def simulated_ep64() -> str:
     """A line a routing, number of tokens and placement."""
-    names, transports = (
-        {"uniform": "uniform", "zipf:0.6:0": "Zipf 0.6", "zipf:1.1:0": "Zipf 1.1"},
-        ("none", "torch", "deepep"),
-    )
+    names = {"uniform": "uniform", "zipf:0.6:0": "Zipf 0.6", "zipf:1.1:0": "Zipf 1.1"}
+    transports = ("none", "torch", "deepep")
     of = {(r["routing"], r["tokens"], r["placement"], r["transport"]): r for r in result("simulated_ep64")["rows"]}
     cases = sorted(dict.fromkeys(key[:3] for key in of), key=lambda case: (list(names).index(case[0]), case[1]))
     heading = ["routing", "tokens per rank", "experts lie", "max/mean"]
@@ -487,7 +455,6 @@ def written(page: str, text: str) -> str:
 if __name__ == "__main__":
     import pictures
 
-    for page in PAGES:
-        path = ROOT / page
-        path.write_text(written(page, path.read_text()))
+    for path in ROOT.glob("docs/**/*.md"):
+        path.write_text(written(str(path.relative_to(ROOT)), path.read_text()))
     pictures.write()

@@ -352,9 +352,6 @@ class AdaptedExecutor(Executor):
 
     The format that the inner executor lacks costs a copy: FlatTokens become ExpertMajorTokens of N rows for each of the
     L local experts, ExpertMajorTokens become L * M flat rows of one top-k entry and weight 1.
-
-    Args:
-        inner: a built executor. The adapter owns nothing else.
     """
 
     def __init__(self, inner: PreparedExecutor) -> None:

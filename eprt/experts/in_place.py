@@ -12,6 +12,7 @@ from eprt.config import MoEConfig, Routing, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.placement import ExpertShard
 from eprt.rounding import ceil_div
+from eprt.tokens import as_bytes
 from eprt.weights import ExpertWeights
 
 
@@ -54,7 +55,7 @@ def write_slots(executor: Prepared, weights: ExpertWeights, slots: Sequence[int]
         _require_alike({n: t[0] for n, t in held.items()}, {n: t[0] for n, t in made.items()})
         target = torch.tensor(some, device=executor.device)
         for name, tensor in made.items():
-            _bytes(held[name]).index_copy_(0, target, _bytes(tensor))
+            as_bytes(held[name]).index_copy_(0, target, as_bytes(tensor))
 
 
 @torch.inference_mode()
@@ -120,8 +121,3 @@ def _require_alike(held: Mapping[str, Any], made: Mapping[str, Any]) -> None:
             )
     if missing := held.keys() - made.keys():
         raise ConfigError(f"prepared experts lack {sorted(missing)}, which the layer holds: build the layer again")
-
-
-def _bytes(stack: torch.Tensor) -> torch.Tensor:
-    """[L, ...] as [L, bytes]: index_copy_ has no kernels for 8-bit floats."""
-    return stack.view(torch.uint8).view(len(stack), -1) if stack.dim() > 1 else stack.view(-1, 1).view(torch.uint8)

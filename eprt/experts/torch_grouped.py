@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import grouped_mm, pad
 
-from eprt.activation import activate
+from eprt.activation import activated
 from eprt.experts.base import PreparedExecutor, present
 from eprt.experts.padding import pad_parts, stack_experts
 from eprt.experts.permute import group_rows, weighted_unpermute
@@ -160,14 +160,15 @@ class GroupedExecutor(PreparedExecutor):
 
         `expert` [rows] names the expert of each row; block e has e's.
         """
-        parts, bias = self.config.activation.parts, self._gate_up_bias
-        narrow = rows.new_empty((*rows.shape[:-1], rows.shape[-1] // parts))
+        activation, bias = self.config.activation, self._gate_up_bias
+        narrow = rows.new_empty((*rows.shape[:-1], rows.shape[-1] // activation.parts))
         step = max(1, CHUNK // max(1, rows.shape[-1] * (rows.shape[0] if rows.dim() == 3 else 1)))
         for start in range(0, rows.shape[-2], step):
             some = rows.narrow(-2, start, min(step, rows.shape[-2] - start)).float()
             if bias is not None:
                 some += bias[:, None] if expert is None else bias.index_select(0, expert[start : start + step])
-            narrow.narrow(-2, start, some.shape[-2]).copy_(activate(self.config.activation, some))
+            gate, up = some.chunk(2, dim=-1) if activation.gated else (None, some)
+            narrow.narrow(-2, start, some.shape[-2]).copy_(activated(activation, gate, up))
         return narrow
 
     def _local_ids(self, tokens: FlatTokens) -> torch.Tensor:

@@ -211,7 +211,6 @@ class _Ask:
         return unknown, c.us is None and c.adapted, cost, c.adapted, -EXECUTORS[c.executor].preference, dispatcher
 
     def why(self, best: Candidate, possible: list[Candidate]) -> str:
-        """Returns the reason for the choice, and the times of the others."""
         halves = ((best.dispatcher, best.dispatch), (best.executor, best.experts))
         said = [f"{name} {half.why}" for name, half in halves if half is not None]
         if all(half is None or half.us == 0 for _, half in halves):

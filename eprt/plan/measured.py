@@ -39,12 +39,8 @@ _WORDS = {"dispatch": "payload", "experts": "weight_format"}
 class MeasuredRow:
     """Microseconds of one backend at one shape, and words for `eprt explain`."""
 
-    what: str
     us: float
-    source: str
-
-    def __str__(self) -> str:
-        return f"measured {self.us:.4g} us ({self.what}; {self.source})"
+    why: str
 
 
 def dispatch_time(
@@ -91,7 +87,7 @@ def _answer(
         times = {row["tokens"]: row["us"][name] for row in rows}
         if times and min(times) / SLACK <= tokens <= max(times) * SLACK:
             us, at = _interpolated(times, tokens)
-            return MeasuredRow(f"{what}, {at} {unit}", us, table["source"])
+            return MeasuredRow(us, f"measured {us:.4g} us ({what}, {at} {unit}; {table['source']})")
     return None
 
 

@@ -319,7 +319,7 @@ def _parts(names: Sequence[str], fit: Fit, terms: Sequence[float]) -> dict[str, 
 def _measured(row: MeasuredRow, modelled: Estimate | None) -> Estimate:
     """Returns a row's time, its causes in the model's proportions."""
     parts = {} if modelled is None else {name: us * row.us / modelled.us for name, us in modelled.parts.items()}
-    return Estimate(row.us, "measured", True, str(row), parts)
+    return Estimate(row.us, "measured", True, row.why, parts)
 
 
 def _modelled(parts: dict[str, float], fit: Fit, device: Device) -> Estimate:

@@ -94,31 +94,26 @@ def prepared_choice(what: Choice) -> CachedKernel:
     E, K, best = what.num_experts, what.top_k, GROUP_BEST.get(routing.method)
     groups = 1 if best is None else routing.num_groups
     computed = what.rounding.method if best is None or what.routing is None else torch.float32
+    for_choice = computed if what.correction is None else torch.promote_types(computed, what.correction)
     outputs = (computed, None, None) if what.routing is None else (None, torch.int32, torch.float32)
     constants: dict[str, Any] = {"E": E, "K": K, "K_PAD": next_power_of_2(K), "SPLITS": what.splits}
     constants |= {"METHOD": "logits" if what.routing is None else routing.method}
     constants |= {"GROUPS": groups, "GROUPS_PAD": next_power_of_2(groups), "SIZE_PAD": next_power_of_2(E // groups)}
     constants |= {"TOP_GROUPS": routing.topk_groups, "GROUP_BEST": best or 0}
     constants |= {"RENORMALIZE": routing.renormalize, "SCALING": float(routing.scaling_factor)}
+    constants |= {"LOGITS_DTYPE": _DTYPES[what.rounding.logits], "METHOD_DTYPE": _DTYPES[computed]}
+    constants |= {"CHOICE_DTYPE": _DTYPES[for_choice], "WEIGHTS_DTYPE": _DTYPES[what.rounding.weights]}
     return CachedKernel(
         choice_kernel,
         what.device,
         (what.pieces, what.bias, what.correction, what.token_ids, what.table, what.padding, *outputs, 2, 2),
-        constants | _dtypes(what, computed),
+        constants,
         pdl=True,
         num_warps=1,
         maxnreg=CHOICE_REGISTERS,
         debug=routing.method == "hash",  # a wrong token id must not read another row: it traps, as indexing does
         sanitize_overflow=False,
     )
-
-
-def _dtypes(what: Choice, computed: torch.dtype) -> dict[str, tl.dtype]:
-    """Returns the dtypes that a choice kernel rounds to; `computed` is that of the method's scores."""
-    for_choice = computed if what.correction is None else torch.promote_types(computed, what.correction)
-    names = ("LOGITS_DTYPE", "METHOD_DTYPE", "CHOICE_DTYPE", "WEIGHTS_DTYPE")
-    dtypes = (what.rounding.logits, computed, for_choice, what.rounding.weights)
-    return {name: _DTYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)}
 
 
 def knows(routing: Routing, top_k: int, num_experts: int, *dtypes: torch.dtype | None) -> bool:
@@ -193,8 +188,7 @@ class FusedRouter:
         T = hidden.shape[0]
         token_ids = None if self._table is None else _contiguous(token_ids)
         pieces = self._pieces(hidden)
-        ids_dtype = None if token_ids is None else token_ids.dtype
-        kernel = self._choice(pieces.shape[0], ids_dtype, None if padding is None else padding.dtype)
+        kernel = self._choice(pieces.shape[0], _dtype(token_ids), _dtype(padding))
         return _choose(kernel, pieces, T, self._top_k, self._bias, self._correction, token_ids, self._table, padding)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def test_pages_are_what_the_command_writes(tables) -> None:
         text, name = page.read_text(), str(page.relative_to(ROOT))
         regions = [region for _, region, _ in tables.REGION.findall(text)]
         assert len(regions) == text.count(f"{COMMAND} -->"), f"{name}: a region that doesn't end"
-        assert not regions or name in tables.PAGES, f"{name}: the command doesn't write it"
+        assert not regions or name.startswith("docs/"), f"{name}: the command doesn't write it"
         assert text == tables.written(name, text), f"{name}: run {COMMAND}"
         found += regions
     assert sorted(found) == sorted(tables.TABLES), "a table that no page shows, or two do"

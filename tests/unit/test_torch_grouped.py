@@ -11,6 +11,7 @@ from support.cases import expert_cases as cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eprt import quant
+from eprt.activation import activated
 from eprt.config import Activation, MoEConfig
 from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.experts import torch_grouped
@@ -157,7 +158,8 @@ def test_one_expert_takes_all_rows_and_repeats_count_twice(kernel: str):
 )
 def test_activation_by_hand(activation, hidden: list[float], expected):
     """SiLU hides a wrong lower clamp of the gate from every comparison of sums."""
-    actual = torch_grouped.activate(activation, torch.tensor(hidden)).tolist()
+    gate, up = torch.tensor(hidden).chunk(2) if activation.gated else (None, torch.tensor(hidden))
+    actual = activated(activation, gate, up).tolist()
     assert actual == pytest.approx(expected if isinstance(expected, list) else [expected], rel=1e-5)
 
 

@@ -79,13 +79,14 @@ class TrtllmFormat(ABC):
         self.activation = activation
         self.device = device
         self.hidden = round_up(H, ROWS)
-        self.intermediate = round_up(I, self.intermediate_multiple(activation))
+        self.intermediate = round_up(I, ROWS // activation.parts if self.entry == "fp4" else ROWS)
         self.fold_scales(weights.gate_up, weights.down)
         self.weights = self._prepare(weights)
-        self.swiglu = self._raw_swiglu()
-
-    def intermediate_multiple(self, activation: Activation) -> int:
-        return ROWS
+        self.swiglu: dict[str, torch.Tensor] = {}
+        if not activation.plain:
+            self.swiglu = {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": self.each(activation.beta)}
+            if activation.limit is not None:
+                self.swiglu["gemm1_clamp_limit"] = self.each(activation.limit)
 
     def fold_scales(self, gate_up: Any, down: Any) -> None:
         """Keeps what a call needs of the second-level scales; raises ConfigError where the kernels lack one."""
@@ -129,21 +130,11 @@ class TrtllmFormat(ABC):
     def each(self, value: float) -> torch.Tensor:
         return torch.full((self.num_local,), value, dtype=torch.float32, device=self.device)
 
-    def _raw_swiglu(self) -> dict[str, torch.Tensor]:
-        activation = self.activation
-        if activation.plain:
-            return {}
-        limit = {} if activation.limit is None else {"gemm1_clamp_limit": self.each(activation.limit)}
-        return {"gemm1_alpha": self.each(activation.alpha), "gemm1_beta": self.each(activation.beta)} | limit
-
 
 class Nvfp4Format(TrtllmFormat):
     """NVFP4 tokens x NVFP4 weights; what leaves the first GEMM is NVFP4 again."""
 
     entry = "fp4"
-
-    def intermediate_multiple(self, activation: Activation) -> int:
-        return ROWS // activation.parts
 
     def fold_scales(self, gate_up: Nvfp4, down: Nvfp4) -> None:
         # One limit for both raw sums: only possible if one factor turns both into values.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from eprt.experts.grouped.few import FewExperts
     from eprt.experts.grouped.launch import Gemm, Rows
     from eprt.experts.grouped.schedules import FewTokens
-    from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule
+    from eprt.experts.sort_by_expert_triton import TileSchedule
 
 
 PAIRS: dict[WeightFormat, Pair] = {
@@ -135,7 +135,7 @@ class TritonGroupedExecutor(PreparedExecutor):
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
         from eprt.experts.grouped.launch import both
         from eprt.experts.permute_triton import weighted_unpermute
-        from eprt.experts.sort_by_expert_triton import sort_and_schedule
+        from eprt.experts.sort_by_expert_triton import RowTiles, sort_and_schedule
 
         N, K = tokens.ids.shape
         if few := self._few(N):
@@ -145,7 +145,8 @@ class TritonGroupedExecutor(PreparedExecutor):
         first, L = self.shard.first_expert, self.shard.num_local_experts
         rows = self._rows(tokens.hidden, None)
         beside = self._pair in FP8_PAIRS and self._own_scales(tokens.hidden) is None
-        place, source, work = sort_and_schedule(tokens.ids, first, L, _row_tiles(schedule), beside=beside)
+        tiles = RowTiles(schedule.m, schedule.tail, schedule.second.warp_specialized)
+        place, source, work = sort_and_schedule(tokens.ids, first, L, tiles, beside=beside)
         result = torch.empty((N * K, out.shape[1]), dtype=torch.bfloat16, device=out.device)
         both(self._gemms, replace(rows, source=source), work, schedule, (N * K,), result)
         weighted_unpermute(result, place, tokens.weights, out, tokens.every_row_read)
@@ -161,11 +162,12 @@ class TritonGroupedExecutor(PreparedExecutor):
 
     def _expert_major(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         from eprt.experts.grouped.launch import both
-        from eprt.experts.sort_by_expert_triton import schedule_expert_major
+        from eprt.experts.sort_by_expert_triton import RowTiles, schedule_expert_major
 
         L, M = out.shape[:2]
         schedule = self._schedule(tokens.allowed_tokens)
-        work = schedule_expert_major(tokens.counts, M, _row_tiles(schedule))
+        tiles = RowTiles(schedule.m, schedule.tail, schedule.second.warp_specialized)
+        work = schedule_expert_major(tokens.counts, M, tiles)
         both(self._gemms, self._rows(tokens.hidden, work), work, schedule, (L, M), out)
 
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
@@ -201,10 +203,3 @@ class TritonGroupedExecutor(PreparedExecutor):
                     self._try_flat(rows, top_k or K, self.shard.num_experts, "fp8_block")
             if form in (None, "expert_major"):
                 self._try_expert_major(rows, valid=0)
-
-
-@cache
-def _row_tiles(schedule: Schedule) -> RowTiles:
-    from eprt.experts.sort_by_expert_triton import RowTiles
-
-    return RowTiles(schedule.m, schedule.tail, schedule.second.warp_specialized)

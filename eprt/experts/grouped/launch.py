@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -143,7 +143,6 @@ class Gemm:
         return data, tokens, tail, rows.source, rows.scale, *common, work.tile_counter
 
     def _compile(self, arguments: tuple[Any, ...], schedule: Schedule, tile: Tile, x_tma: bool) -> CachedKernel:
-        """Compiles the tile's kernel for arguments like these."""
         kernel, kind, options = grouped_gemm, GemmConstants, self._options(tile)
         if tile.warp_specialized:
             from eprt.experts.grouped.constants_gluon import KernelConstants
@@ -217,55 +216,39 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.dtype if isinstance(a, torch.Tensor) else like(a) if isinstance(a, int) else a for a in arguments)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How rows are quantized: the compile-time constants of `quantize_tiles`."""
-
-    K: int
-    WIDTH: int
-    GROUP: int
-    ROWS: int
-    BLOCK_M: int
-    TAIL: int
-    SPLIT: bool
-
-    @classmethod
-    def of(cls, gemm: Gemm, work: TileSchedule | None, K: int) -> _Cut:
-        split, width = gemm.pair == "w8a16", round_up(gemm.matrix.cols, 16)
-        group = next_power_of_2(width) if gemm.pair in TOKEN_SCALED else FP8_BLOCK
-        height, tail = (work.tiles.m, work.tiles.tail) if work else (16, 0)
-        rows = min(height, max(1, _QUANTIZED_AT_ONCE // group))
-        return cls(K, width, group, rows, height if work else rows, tail, split)
-
-
 def quantize_rows(data: torch.Tensor, work: TileSchedule | None, gemm: Gemm) -> Rows:
     """Quantizes the scheduled rows (None: all rows) to E4M3 for `gemm`, with a scale per 128 values or, of
     TOKEN_SCALED pairs, per row; others stay garbage."""
-    cut = _Cut.of(gemm, work, data.shape[-1])
-    groups, width = ceil_div(cut.K, cut.GROUP), cut.WIDTH * (2 if cut.SPLIT else 1)
+    K, cols, split = data.shape[-1], round_up(gemm.matrix.cols, 16), gemm.pair == "w8a16"
+    group = next_power_of_2(cols) if gemm.pair in TOKEN_SCALED else FP8_BLOCK
+    height, tail = (work.tiles.m, work.tiles.tail) if work else (16, 0)
+    at_once = min(height, max(1, _QUANTIZED_AT_ONCE // group))
+    height = height if work else at_once
+    known = {"K": K, "WIDTH": cols, "GROUP": group, "ROWS": at_once, "BLOCK_M": height, "TAIL": tail, "SPLIT": split}
+    groups, width = ceil_div(K, group), cols * (2 if split else 1)
     codes = torch.empty((*data.shape[:-1], width), dtype=torch.float8_e4m3fn, device=data.device)
     scale = torch.empty((*data.shape[:-1], groups), dtype=torch.float32, device=data.device)
-    pieces = groups * ceil_div(cut.BLOCK_M + cut.TAIL, cut.ROWS)
-    tiles = (work.bound if work else ceil_div(data.shape[0], cut.BLOCK_M)) * pieces
+    pieces = groups * ceil_div(height + tail, at_once)
+    tiles = (work.bound if work else ceil_div(data.shape[0], height)) * pieces
     entries, count = (None, None) if work is None else (work.entries, work.num_entries)
     numbers = *_strides(data), width
     grid = min(gemm._chip.multiprocessors * 64, tiles), 1, 1
     if starts_aligned(data):
-        kernel = _prepared_quantize(data.device, data.dtype, work is not None, *map(like, numbers), cut)
+        kernel = _prepared_quantize(data.device, data.dtype, work is not None, *map(like, numbers), **known)
         kernel(grid, data, codes, scale, entries, count, data.shape[0], *numbers)
     else:
-        quantize_tiles[grid](data, codes, scale, entries, count, data.shape[0], *numbers, **asdict(cut), PDL=False)
+        quantize_tiles[grid](data, codes, scale, entries, count, data.shape[0], *numbers, **known, PDL=False)
     return Rows(codes, scale.view(-1, groups))
 
 
 @cache
 def _prepared_quantize(
-    device: torch.device, dtype: torch.dtype, listed: bool, stride: int, skip: int, width: int, cut: _Cut
+    device: torch.device, dtype: torch.dtype, listed: bool, stride: int, skip: int, width: int, **known: int
 ) -> CachedKernel:
     """Compiles the kernel for strides like these. `listed`: it reads a tile schedule."""
     entries = torch.int32 if listed else None
     arguments = dtype, torch.float8_e4m3fn, torch.float32, entries, entries, 2, stride, skip, width
-    return CachedKernel(quantize_tiles, device, arguments, asdict(cut), pdl=True)
+    return CachedKernel(quantize_tiles, device, arguments, known, pdl=True)
 
 
 def both(

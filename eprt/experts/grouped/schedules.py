@@ -107,7 +107,6 @@ ANY = 1 << 30
 BF16_WS = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, warp_specialized=True)
 BF16_128 = Schedule(128, BF16_WS, BF16_WS, tail=32)
 BF16_NARROW = replace(BF16_WS, n=128, halvings=2)
-BF16_256 = Schedule(256, BF16_NARROW, BF16_NARROW, tail=32)
 BF16_32 = replace(BF16_WS, n=128, stages=10, fallback=Tile(64, 128, 4, 4, 2, swap=True))
 BF16_DOWN_32 = replace(BF16_32, fallback=Tile(64, 128, 4, 4, 2, True, flatten=True, tma=True))
 # 256 weight rows share tokens where four consumers' registers hold the results of 64 tokens; of 128 tokens three's do.
@@ -131,7 +130,6 @@ FP8_16 = replace(FP8_LOW, stages=9, halvings=0, fallback=Tile(128, 128, 5, 4, 2,
 FP8_DOWN_32 = replace(FP8_32, fallback=Tile(128, 128, 3, 4, 3, swap=True))
 FP8_DOWN_16 = replace(FP8_16, fallback=Tile(128, 128, 3, 4, 4, swap=True))
 FP8_128 = Schedule(128, FP8_WS, FP8_WS, tail=32)
-FP8_256 = Schedule(256, FP8_NARROW, FP8_NARROW, tail=32)
 # Tiles of second GEMMs.
 DOWN_32 = replace(MXFP4_32, fallback=Tile(128, 128, 4, 4, 3, True, tma=True))
 DOWN_128 = replace(MXFP4_128, fallback=Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True))
@@ -145,7 +143,7 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (24, Schedule(32, BF16_32, BF16_DOWN_32)),
         (96, Schedule(64, Tile(128, 64, 3, 4, 3, True, halvings=1), Tile(128, 64, 4, 4, 2, flatten=True, tma=True))),
         (232, BF16_128),
-        (272, BF16_256),
+        (272, Schedule(256, BF16_NARROW, BF16_NARROW, tail=32)),
         (ANY, BF16_128),
     ),
     "w8a8": (
@@ -201,7 +199,7 @@ HOPPER["c8a8"] = (
     *HOPPER["w8a8"][1:3],
     (96, Schedule(64, FP8_LOW, FP8_LOW, tail=16)),
     (232, FP8_128),
-    (272, FP8_256),
+    (272, Schedule(256, FP8_NARROW, FP8_NARROW, tail=32)),
     (ANY, FP8_128),
 )
 # Of MXFP4 with E4M3 tokens.

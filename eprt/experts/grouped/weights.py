@@ -76,7 +76,6 @@ class GroupedMatrix:
         return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols, zeros)
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns what belongs to each local expert, [L, ...]: views."""
         return present(data=self.data, scale=self.scale, factor=self.factor, bias=self.bias)
 
 

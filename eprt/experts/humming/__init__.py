@@ -65,18 +65,15 @@ class HummingExecutor(PreparedExecutor):
         return max(1, num_tokens * config.top_k * L // config.num_experts)
 
     def _flat(self, tokens: FlatTokens, out: torch.Tensor) -> None:
-        hidden = plain_hidden(tokens.hidden)
-        scale, order, rows = self._sorted_inputs(hidden, tokens)
+        scale, order, rows = self._sorted_inputs(tokens)
         expected = self._expected_rows(tokens.num_rows)
         result = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
         self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, result)
         weighted_unpermute(result, order, tokens.weights, out, every_row=tokens.every_row_read)
 
-    def _sorted_inputs(
-        self, hidden: torch.Tensor, tokens: FlatTokens
-    ) -> tuple[torch.Tensor | None, ExpertOrder, torch.Tensor]:
+    def _sorted_inputs(self, tokens: FlatTokens) -> tuple[torch.Tensor | None, ExpertOrder, torch.Tensor]:
         """Returns (scale or None, order, rows [N * K, H]) in the first GEMM's number format."""
-        first, L = self.shard.first_expert, self.shard.num_local_experts
+        hidden, first, L = plain_hidden(tokens.hidden), self.shard.first_expert, self.shard.num_local_experts
         if not self._fp8:
             rows, order = group_rows(hidden, tokens.ids, first, L, torch.bfloat16)
             return None, order, rows
@@ -149,7 +146,7 @@ class HummingExecutor(PreparedExecutor):
 
     def library_call(self, tokens: FlatTokens) -> Callable[[], None]:
         """Returns a call of both GEMMs and the activation alone, on rows already sorted, for benchmarks."""
-        scale, order, rows = self._sorted_inputs(plain_hidden(tokens.hidden), tokens)
+        scale, order, rows = self._sorted_inputs(tokens)
         out = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
         expected = self._expected_rows(tokens.num_rows)
         return lambda: self._experts(rows, scale, order.offsets, "grouped_contiguous", expected, out)
