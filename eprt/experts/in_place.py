@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from eprt.config import MoEConfig, Routing, RuntimeConfig
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, UnsupportedError
 from eprt.placement import ExpertShard
 from eprt.rounding import ceil_div
 from eprt.weights import ExpertWeights
@@ -26,6 +26,15 @@ class Prepared(Protocol):
     pattern: Any
 
     def slot_tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+def by_slot(executor: Prepared) -> bool:
+    """Returns whether its experts lie apart, so that single ones can be written."""
+    try:
+        executor.slot_tensors()
+    except UnsupportedError:
+        return False
+    return True
 
 
 PIECES = 8  # experts are prepared in so many pieces of a layer: memory beside the layer, against launches

@@ -222,11 +222,18 @@ def test_columns_in_another_order_stay_in_it(pools) -> None:
         ("number", "experts 1: expected different numbers of experts, from 0 to 7"),
         ("size", "gate_up.data is"),
         ("order", "hidden_order isn't that of the first weights"),
+        ("list", "hidden_order: expected each of 16 columns"),
+        ("empty", "gate_up.data is missing: Dense weights need a tensor"),
+        ("bias", "down_bias is list: expected (5, 16) bfloat16 or float32"),
+        ("replica", "expert 0 is brought by ranks [0], and not by ranks [1], which hold it"),
+        ("together", "reference lays out its experts together, so single ones can't be loaded"),
+        ("other executor", "another can't replace its weights: build the layer again"),
         ("step", "load_experts inside step"),
     ],
 )
 def test_what_does_not_fit_on_one_rank_changes_nothing_on_any(pools, wrong: str, says: str) -> None:
     for told, works in pools(2).run(jobs.refused, wrong=wrong):
         assert says in told
-        assert told.startswith("UsageError" if wrong == "step" else "ConfigError")
+        kinds = {"step": "UsageError", "together": "UnsupportedError", "other executor": "UnsupportedError"}
+        assert told.startswith(kinds.get(wrong, "ConfigError"))
         assert works
