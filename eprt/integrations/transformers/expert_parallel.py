@@ -84,7 +84,8 @@ class _ExpertsPlace(Place):
         top_k = top_k_of(experts) if self.top_k is None else self.top_k
         config = config_of(experts, down, L * self.world.parallel.ep_size, top_k, self.activation)
         weights = ExpertWeights(Dense(gate_up), Dense(down), *bias)
-        layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime)
+        number = self.world.num_dispatchers  # transformers doesn't say which of the model's layers this is
+        layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime, layer=number)
         _drop_weights(experts)
         return layer
 

@@ -85,6 +85,8 @@ def continue_prompts(
     agreement = agreement_of(model)
     assert (agreement.decode is not None) == replays, agreement.decode
     layers = expert_layers(model)
+    numbers = [layer.dispatcher.layer for layer in layers]
+    assert numbers == sorted({*numbers}), "counts go by them"
     for layer in layers:
         layer.close()
     if way == "expert_parallel":  # transformers made groups of its own for this model
