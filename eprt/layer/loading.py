@@ -64,21 +64,23 @@ class ExpertLoading:
             ConfigError: a rank that holds a replica, or a MoE-TP slice, of an expert doesn't bring it, and others do.
                 The same on every rank.
         """
-        own = torch.zeros(placement.num_experts, dtype=torch.uint8)
+        E, L, parallel = placement.num_experts, placement.num_local_experts, placement.parallel
+        own = torch.zeros(E, dtype=torch.uint8)
         own[list(experts)] = 1
-        by_expert: list[list[int]] = self._world.gather_control(own).T.tolist()
-        L, size = placement.num_local_experts, placement.parallel.moe_tp_size
-        for expert, brought in enumerate(by_expert):
-            holders = {slot // L * size + part for slot in placement.replicas[expert] for part in range(size)}
-            if any(brought) and (lacking := sorted(rank for rank in holders if not brought[rank])):
-                some = [rank for rank, brings in enumerate(brought) if brings]
-                error = ConfigError(
-                    f"expert {expert} is brought by ranks {some}, and not by ranks {lacking}, which hold it: every "
-                    "rank that holds a replica or a slice of an expert (layer.placement) brings it, or none does"
-                )
-                error.shared = True
-                raise error
-        return all(map(any, by_expert))
+        brought = self._world.gather_control(own).bool()
+        held = torch.zeros(parallel.ep_size, E + 1, dtype=torch.bool)  # the last for empty slots
+        held[torch.arange(placement.num_slots) // L, torch.tensor(placement.slots)] = True
+        lacking = held[:, :E].repeat_interleave(parallel.moe_tp_size, 0) & brought.any(0) & ~brought
+        if lacking.any():
+            expert = int(lacking.any(0).nonzero()[0])
+            some, others = (of_rank[:, expert].nonzero().flatten().tolist() for of_rank in (brought, lacking))
+            error = ConfigError(
+                f"expert {expert} is brought by ranks {some}, and not by ranks {others}, which hold it: every rank "
+                "that holds a replica or a slice of an expert (layer.placement) brings it, or none does"
+            )
+            error.shared = True
+            raise error
+        return bool(brought.any(0).all())
 
     def _on_all(self, work: Callable[[], T], agree: bool, part: int) -> T:
         """Does this rank's part of the work; if one rank's fails, all raise its error."""

@@ -229,6 +229,8 @@ def test_placements_come_back_from_their_file(tmp_path) -> None:
         None: ExpertPlacement(4, parallel, (0, 1, 2, 3, 0, EMPTY)),
     }
     PlacementFile.of_placements(placements).write(tmp_path / "p.json")
+    with pytest.raises(ConfigError, match="layer '-1': expected a layer's number"):
+        PlacementFile.of_placements({-1: placements[3]}).write(tmp_path / "p.json")
     found = PlacementFile.read(tmp_path / "p.json")
     assert found.placement(3, 4, parallel) == placements[3]
     assert found.placement(4, 4, parallel) == placements[None]
