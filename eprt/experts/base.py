@@ -257,7 +257,7 @@ class PreparedExecutor(Executor):
         self.require_cold = require_cold
         if shard.moe_tp_rank:  # the sum over MoE-TP ranks must hold the bias once
             weights = replace(weights, down_bias=None)
-        self._prepare(weights)
+        self._prepare(weights.map(torch.Tensor.detach))  # a graph would keep a trainer's
 
     @abstractmethod
     def _prepare(self, weights: ExpertWeights) -> None:
