@@ -49,7 +49,7 @@ def write_slots(executor: Prepared, weights: ExpertWeights, slots: Sequence[int]
         weights: [len(slots)] experts.
 
     Raises:
-        ConfigError: values that need another layout than the executor's; nothing is written then.
+        ConfigError: values that need another layout than the executor's; the pieces before them are written by then.
     """
     held, config, whole = executor.slot_tensors(), executor.config, executor.shard
     step = ceil_div(whole.num_local_experts, PIECES)

@@ -134,4 +134,11 @@ def _drop_weights(experts: Any) -> None:
             "it before its first batch, or copy the checkpoint that it came from"
         )
 
+    def no_load(*_: Any) -> None:
+        raise UsageError(
+            "load_state_dict into a model whose experts eprt runs would leave them as they are: load it before its "
+            "first batch, or bring the experts by load_experts of its expert_layers"
+        )
+
     experts.register_state_dict_pre_hook(no_state_dict)
+    experts.register_load_state_dict_pre_hook(no_load)
