@@ -30,7 +30,8 @@ E, FLOOD = jobs.E, "x" * 100_211
 @pytest.mark.parametrize("slots", [(), (*range(E), 3, 3, 0, 1)], ids=["plain", "replicas"])
 def test_a_layer_counts_what_its_tokens_chose(pools, slots) -> None:
     found = pools(2).run(jobs.counted, slots=slots, steps=12)
-    for counts, wanted, after, total in found:
+    for counts, wanted, after, total, told in found:
+        assert told.startswith("WorldMismatch: the ranks disagree about this call (fingerprint, layers)")
         assert counts == wanted
         assert sum(counts) > 50
         assert after == 0

@@ -179,7 +179,8 @@ def killed_half_way(context, folder):
 
 
 def counted(context, slots, *, steps):
-    """(this rank's counts, what they should be, counts after a reset, sums over ranks) of a layer that counts."""
+    """(this rank's counts, what they should be, counts after a reset, sums over ranks) of a layer that counts, and what
+    is heard where rank 1 asks for another layer's."""
     world = context.world()
     layer = build(world, slots, runtime={"count_load": True})
     layer.warmup()
@@ -191,9 +192,11 @@ def counted(context, slots, *, steps):
             wanted[expert] += 1
     found, total = layer.load(), gather_load(world, [layer, layer])
     layer.reset_load()
-    after = layer.load()
+    after, other = layer.load(), build(world, slots, layer=1, runtime={"count_load": True})
+    told = said(lambda: gather_load(world, [other if world.rank else layer]))
     layer.close()
-    return found.tolist(), wanted[:E].tolist(), int(after.sum()), total.tolist()
+    other.close()
+    return found.tolist(), wanted[:E].tolist(), int(after.sum()), total.tolist(), told
 
 
 def not_counted(context):
