@@ -262,3 +262,11 @@ class ExpertMajorTokens:
             self.counts.shape == (self.hidden.data.shape[0],) and self.counts.dtype == torch.int32,
             f"expert-major counts are {_describe(self.counts)}: expected [{self.hidden.data.shape[0]}] int32",
         )
+
+
+def merge_repeats(tokens: FlatTokens) -> FlatTokens:
+    """Returns rows that name an expert once: its first entry keeps both weights, the other becomes invalid."""
+    same = tokens.ids[:, :, None] == tokens.ids[:, None, :]
+    repeat = same.tril(-1).any(dim=2)
+    weights = torch.where(same, tokens.weights[:, None, :], 0.0).sum(dim=2)
+    return replace(tokens, ids=torch.where(repeat, tokens.num_experts, tokens.ids), weights=weights)

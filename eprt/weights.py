@@ -78,14 +78,14 @@ class Matrix(ABC):
                 f"{name} has {cols} columns: {type(self).__name__} needs a multiple of {self.whole_columns}, "
                 "one scale's worth"
             )
-        tensors = self.tensors()
-        optional = {field.name for field in dataclasses.fields(self) if field.default is None}
-        for field, (shape, dtype) in self.expected(rows, cols, parts).items():
-            tensor = tensors.get(field)
-            if tensor is None and field in optional:
-                continue
-            if tensor is None:
-                raise ConfigError(f"{name}.{field} is missing: {type(self).__name__} weights need it")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, torch.Tensor) and not (value is None and field.default is None):
+                found = "missing" if value is None else type(value).__name__
+                raise ConfigError(f"{name}.{field.name} is {found}: {type(self).__name__} weights need a tensor")
+        tensors, expected = self.tensors(), self.expected(rows, cols, parts)
+        for field, tensor in tensors.items():
+            shape, dtype = expected[field]
             if tensor.is_meta:
                 raise ConfigError(
                     f"{name}.{field} is on the meta device, which holds no numbers: load the weights first"
@@ -210,7 +210,7 @@ class Int4(Matrix):
     @property
     def group(self) -> int:
         """Columns that share a scale."""
-        return self.shape[2] // max(1, self.scales.shape[2])
+        return 2 * self.codes.shape[-1] // max(1, self.scales.shape[-1])
 
     def expected(self, rows: int, cols: int, parts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         group = self.group if self.group in INT4_GROUPS and cols % self.group == 0 else cols
@@ -291,7 +291,9 @@ class ExpertWeights:
         intermediate = width.stop - width.start
         parts = config.activation.parts
         L, H = shard.num_local_experts, config.hidden_size
-        if self.hidden_order is not None and not torch.equal(self.hidden_order.sort().values.cpu(), torch.arange(H)):
+        order: object = self.hidden_order
+        right = isinstance(order, torch.Tensor) and order.dtype == torch.int64
+        if order is not None and not (right and torch.equal(order.sort().values.cpu(), torch.arange(H))):
             raise ConfigError(f"hidden_order: expected each of {H} columns of the hidden states once, in int64")
         self.gate_up.check("gate_up", L, parts * intermediate, H, parts)
         self.down.check("down", L, H, intermediate, 1)
@@ -301,8 +303,12 @@ class ExpertWeights:
         ):
             if (bias is not None) != config.bias:
                 raise ConfigError(f"{name} is {'set' if bias is not None else 'missing'}: config.bias is {config.bias}")
-            if bias is not None and (tuple(bias.shape) != (L, cols) or bias.dtype not in PLAIN or bias.is_meta):
+            found = type(bias).__name__
+            if isinstance(bias, torch.Tensor):
+                if tuple(bias.shape) == (L, cols) and bias.dtype in PLAIN and not bias.is_meta:
+                    continue
                 found = f"{tuple(bias.shape)} {bias.dtype} on {bias.device}"
+            if bias is not None:
                 raise ConfigError(f"{name} is {found}: expected {(L, cols)} bfloat16 or float32 in memory")
 
 

@@ -17,7 +17,7 @@ from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
 from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
-from eprt.world.agree import Header, exchange
+from eprt.world.agree import Header, exchange, fingerprint_of
 
 FORMAT, VERSION, MAX_BYTES = "eprt expert counts", 1, 16 << 20
 Counts = Mapping[int, tuple[int, ...]]  # layer number -> [E]
@@ -31,6 +31,7 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
     Raises:
         UsageError: a layer doesn't count. ConfigError: no layer, or layers of different numbers of experts. The same
             on every rank.
+        WorldMismatch: other layers on some ranks.
     """
     try:
         require_each("gather_load", layers, ExpertParallelMoE)
@@ -40,7 +41,8 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
     except EprtError as error:
         exchange(world, Header("rebalance", -1, 3), error)  # raises on every rank, here included
         raise
-    exchange(world, Header("rebalance", -1, 3, tokens_per_rank=len(layers)))
+    settings = {"layers": " ".join(str(layer.dispatcher.layer) for layer in layers), "experts": str(own.shape[1])}
+    exchange(world, Header("rebalance", -1, 3, fingerprint=fingerprint_of(settings), settings=settings))
     every = own.new_empty((world.size * own.shape[0], own.shape[1]))
     world.all_gather(every, own)
     return every.view(world.size, *own.shape).sum(0).cpu()

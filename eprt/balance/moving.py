@@ -12,6 +12,7 @@ import torch
 
 from eprt.balance.counts import require_each
 from eprt.errors import CapacityError, ConfigError, EprtError, UnsupportedError, UsageError, WorldMismatch
+from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.rounding import round_up
@@ -88,6 +89,7 @@ def rebalance(
         RankLost: a peer is gone. Where that is found after the last rank had agreed to swap, this one may have swapped.
     """
     try:
+        require_kinds(rebalance, {"most_bytes": most_bytes})
         world.require_whole("rebalance")
         _require_movable(world, layers, placements)
         move = _Move(world, layers, placements, most_bytes)

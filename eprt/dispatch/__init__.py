@@ -202,14 +202,15 @@ def calibrated_scale(weights: ExpertWeights) -> torch.Tensor | None:
 
 
 def _agree_payload_scale(world: World, own: torch.Tensor | None) -> torch.Tensor:
-    """Returns the largest of all ranks' checked scales, float32 [1] on the world's device; 1.0 if none has one.
+    """Returns the largest checked scale of the ranks that are left, float32 [1] on the world's device; 1.0 if none has
+    one.
 
     Collective. Raises ConfigError, on every rank, if some ranks have a scale and others don't.
     """
     value = 0.0 if own is None else float(own)
     values = world.gather_control(torch.tensor([value], dtype=torch.float32)).flatten()
-    without = (values == 0).nonzero().flatten().tolist()
-    if 0 < len(without) < world.size:
+    without = [rank for rank, alive in enumerate(world.alive) if alive and not values[rank]]
+    if 0 < len(without) < sum(world.alive):
         raise ConfigError(
             f"gate_up.input_scale is missing on ranks {without} and set on the others: nvfp4 tokens need one scale for "
             "all ranks; load every rank from the same checkpoint"

@@ -17,11 +17,11 @@ import torch
 from eprt import expert_major
 from eprt.config import MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat, WeightFormat
 from eprt.errors import ConfigError, InputError, UnsupportedError
-from eprt.experts.in_place import write_slots, write_whole
+from eprt.experts.in_place import by_slot, write_slots, write_whole
 from eprt.placement import ExpertShard
 from eprt.quant import encode_payload
 from eprt.support import Device, Requirement, Support, refuse
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, merge_repeats
 from eprt.weights import ExpertWeights
 
 # (config, device, payload) -> why not, or ""
@@ -188,8 +188,12 @@ class Executor(ABC):
 
         Raises:
             ConfigError: weights of other sizes or formats, or values that need another layout than the first ones.
-            UnsupportedError: this executor can't replace its weights, or not single experts.
+            UnsupportedError: see `require_loadable`.
         """
+        self.require_loadable(single=slots is not None)
+
+    def require_loadable(self, *, single: bool) -> None:
+        """Raises UnsupportedError where this executor can't replace its weights, or not `single` experts."""
         raise UnsupportedError(f"{self.spec.name} can't replace its weights: build the layer again")
 
     @property
@@ -253,7 +257,7 @@ class PreparedExecutor(Executor):
         self.require_cold = require_cold
         if shard.moe_tp_rank:  # the sum over MoE-TP ranks must hold the bias once
             weights = replace(weights, down_bias=None)
-        self._prepare(weights)
+        self._prepare(weights.map(torch.Tensor.detach))  # a graph would keep a trainer's
 
     @abstractmethod
     def _prepare(self, weights: ExpertWeights) -> None:
@@ -265,17 +269,18 @@ class PreparedExecutor(Executor):
         single = slots is not None
         chosen = range(shard.num_local_experts) if slots is None else slots
         weights.check(self.config, replace(shard, num_local_experts=len(chosen), experts=()) if single else shard)
-        try:
-            self.slot_tensors()
-        except UnsupportedError:
-            if single:
-                raise UnsupportedError(
-                    f"{self.spec.name} lays out its experts together, so single ones can't be loaded: load all of this "
-                    "rank's at once"
-                ) from None
-            write_whole(self, weights)
-        else:
+        self.require_loadable(single=single)
+        if by_slot(self):
             write_slots(self, weights, chosen)
+        else:
+            write_whole(self, weights)
+
+    def require_loadable(self, *, single: bool) -> None:
+        if single and not by_slot(self):
+            raise UnsupportedError(
+                f"{self.spec.name} lays out its experts together, so single ones can't be loaded: load all of this "
+                "rank's at once"
+            )
 
     def _try_flat(self, rows: int, choices: int, expert: int, payload: PayloadFormat | None = None) -> None:
         """Makes every kind of call with `rows` FlatTokens whose choices all name `expert`, so that it is compiled."""
@@ -367,6 +372,9 @@ class AdaptedExecutor(Executor):
     def load_experts(self, weights: ExpertWeights, slots: Sequence[int] | None = None) -> None:
         self.inner.load_experts(weights, slots)
 
+    def require_loadable(self, *, single: bool) -> None:
+        self.inner.require_loadable(single=single)
+
     def warmup(self, max_rows: int, top_k: int | None = None) -> None:
         """Warms up for the format that the inner executor doesn't take, in the shape in which it is handed on."""
         if "flat" in self.native_formats:
@@ -387,11 +395,3 @@ class AdaptedExecutor(Executor):
 
     def _as_flat(self, tokens: ExpertMajorTokens, out: torch.Tensor) -> None:
         out.copy_(self.inner(expert_major.flat_from_expert_major(tokens, self.shard)).view_as(out))
-
-
-def merge_repeats(tokens: FlatTokens) -> FlatTokens:
-    """Returns rows that name an expert once: its first entry keeps both weights, the other becomes invalid."""
-    same = tokens.ids[:, :, None] == tokens.ids[:, None, :]
-    repeat = same.tril(-1).any(dim=2)
-    weights = torch.where(same, tokens.weights[:, None, :], 0.0).sum(dim=2)
-    return replace(tokens, ids=torch.where(repeat, tokens.num_experts, tokens.ids), weights=weights)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from eprt.config import MoEConfig, Routing, RuntimeConfig
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, UnsupportedError
 from eprt.placement import ExpertShard
 from eprt.rounding import ceil_div
 from eprt.tokens import as_bytes
@@ -29,6 +29,15 @@ class Prepared(Protocol):
     def slot_tensors(self) -> dict[str, torch.Tensor]: ...
 
 
+def by_slot(executor: Prepared) -> bool:
+    """Returns whether its experts lie apart, so that single ones can be written."""
+    try:
+        executor.slot_tensors()
+    except UnsupportedError:
+        return False
+    return True
+
+
 PIECES = 8  # experts are prepared in so many pieces of a layer: memory beside the layer, against launches
 
 
@@ -41,7 +50,7 @@ def write_slots(executor: Prepared, weights: ExpertWeights, slots: Sequence[int]
         weights: [len(slots)] experts.
 
     Raises:
-        ConfigError: values that need another layout than the executor's; nothing is written then.
+        ConfigError: values that need another layout than the executor's; the pieces before them are written by then.
     """
     held, config, whole = executor.slot_tensors(), executor.config, executor.shard
     step = ceil_div(whole.num_local_experts, PIECES)

@@ -98,6 +98,7 @@ class ExpertParallelMoE(nn.Module):
             inside = self.placement.in_slots(config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
             runtime = replace(runtime, max_tokens_per_rank=self.plan.max_tokens_per_rank)
+            experts.check(config, self.placement.shard(world.rank))
         except EprtError as error:
             exchange(world, Header("build"), error)  # the peers are in make_dispatcher
             raise
@@ -107,7 +108,7 @@ class ExpertParallelMoE(nn.Module):
             self.plan.dispatcher, world, inside, runtime, *pair, input_scale=scale, settings=self.plan.settings
         )
         self.executor = self._make_executor(inside, experts, runtime, layer)
-        self._loading = ExpertLoading(world, config, self.dispatcher, self.executor, experts.hidden_order)
+        self._loading = ExpertLoading(world, config, self.dispatcher, experts.hidden_order)
         self._slices = Slices(world)
         how = {"one_replica": runtime.phase == "decode", "count_load": runtime.count_load}
         self._slots = ChosenSlots(config, world, self._slices, self.placement, **how)
@@ -222,15 +223,16 @@ class ExpertParallelMoE(nn.Module):
         Args:
             weights: canonical, not kept: all of this rank's, in the order of `placement.shard(rank).experts`, or one
                 for each of `experts`. None: this rank brings none of `experts`.
-            experts: numbers of experts; those that this rank doesn't hold are left out, of others every replica is
-                written. Ranks may name different ones. None: all of this rank's.
+            experts: numbers of experts; those that this rank doesn't hold are left out. Ranks may name different ones,
+                but all that hold one (its replicas, its MoE-TP slices) name it. None: all of this rank's.
             agree: False: this rank alone; its caller sees to it that all ranks do the same.
 
         Raises:
-            ConfigError, UsageError: what doesn't fit; the layer is as it was. The same on every rank, if they agree.
+            ConfigError, UsageError, UnsupportedError: what doesn't fit; the layer is as it was. The same on every rank,
+                if they agree.
             EprtError: what failed later. Calls then raise UsageError on all ranks until all experts were loaded.
         """
-        self._loading.run(weights, experts, self.placement, agree)
+        self._loading.run(self.executor, weights, experts, self.placement, agree)
 
     def load(self) -> torch.Tensor:
         """Counts how often this rank's tokens chose each expert since the last `reset_load`: [E] int64 on the world's

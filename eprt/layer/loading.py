@@ -27,29 +27,60 @@ class ExpertLoading:
         order: `ExpertWeights.hidden_order`, on the world's device.
     """
 
-    def __init__(
-        self, world: World, config: MoEConfig, dispatcher: Dispatcher, executor: Executor, order: torch.Tensor | None
-    ) -> None:
-        self._world, self._config, self._dispatcher, self._executor = world, config, dispatcher, executor
+    def __init__(self, world: World, config: MoEConfig, dispatcher: Dispatcher, order: torch.Tensor | None) -> None:
+        self._world, self._config, self._dispatcher = world, config, dispatcher
         self.order = None if order is None else order.to(world.device)
         self.broken = ""
 
     def run(
-        self, weights: ExpertWeights | None, experts: Sequence[int] | None, placement: ExpertPlacement, agree: bool
+        self,
+        executor: Executor,
+        weights: ExpertWeights | None,
+        experts: Sequence[int] | None,
+        placement: ExpertPlacement,
+        agree: bool,
     ) -> None:
         """See `ExpertParallelMoE.load_experts`."""
         shard, before = placement.shard(self._world.rank), self.broken
 
-        def plan() -> tuple[ExpertWeights | None, list[int] | None]:
+        def plan() -> tuple[Sequence[int], ExpertWeights | None, list[int] | None]:
             self._require_idle()
-            return self._chosen(weights, experts, shard)
+            found = self._chosen(weights, experts, shard)
+            executor.require_loadable(single=experts is not None)
+            return found
 
-        chosen, slots = self._on_all(plan, agree, 1)
+        named, chosen, slots = self._on_all(plan, agree, 1)
+        whole = self._brought_everywhere(named, placement) if agree else experts is None
         name = f"layer {self._dispatcher.layer}"
         # From here on: whoever is lost, and whatever fails, no call meets old and new experts.
         self.broken = f"{name} holds experts of a load that failed half way: load all of them before the next call"
-        self._on_all(lambda: self._write(chosen, slots), agree, 2)
-        self.broken = before if experts is not None else ""
+        self._on_all(lambda: self._write(executor, chosen, slots), agree, 2)
+        self.broken = "" if whole else before
+
+    def _brought_everywhere(self, experts: Sequence[int], placement: ExpertPlacement) -> bool:
+        """Returns whether the ranks together bring all experts. Collective.
+
+        Raises:
+            ConfigError: a rank that holds a replica, or a MoE-TP slice, of an expert doesn't bring it, and others do.
+                The same on every rank.
+        """
+        E, L, parallel = placement.num_experts, placement.num_local_experts, placement.parallel
+        own = torch.zeros(E, dtype=torch.uint8)
+        own[list(experts)] = 1
+        brought = self._world.gather_control(own).bool()
+        held = torch.zeros(parallel.ep_size, E + 1, dtype=torch.bool)  # the last for empty slots
+        held[torch.arange(placement.num_slots) // L, torch.tensor(placement.slots)] = True
+        lacking = held[:, :E].repeat_interleave(parallel.moe_tp_size, 0) & brought.any(0) & ~brought
+        if lacking.any():
+            expert = int(lacking.any(0).nonzero()[0])
+            some, others = (of_rank[:, expert].nonzero().flatten().tolist() for of_rank in (brought, lacking))
+            error = ConfigError(
+                f"expert {expert} is brought by ranks {some}, and not by ranks {others}, which hold it: every rank "
+                "that holds a replica or a slice of an expert (layer.placement) brings it, or none does"
+            )
+            error.shared = True
+            raise error
+        return bool(brought.any(0).all())
 
     def _on_all(self, work: Callable[[], T], agree: bool, part: int) -> T:
         """Does this rank's part of the work; if one rank's fails, all raise its error."""
@@ -78,8 +109,9 @@ class ExpertLoading:
 
     def _chosen(
         self, weights: ExpertWeights | None, experts: Sequence[int] | None, shard: ExpertShard
-    ) -> tuple[ExpertWeights | None, list[int] | None]:
-        """Returns the experts that this rank holds, one for each slot to write, and those slots; None: all of them.
+    ) -> tuple[Sequence[int], ExpertWeights | None, list[int] | None]:
+        """Returns the numbers of the experts that this rank brings; of those that it holds, one for each slot to write;
+        and those slots, None for all of them.
 
         Raises:
             ConfigError: see `ExpertParallelMoE.load_experts`.
@@ -91,20 +123,20 @@ class ExpertLoading:
                 raise ConfigError("load_experts got no weights, and isn't told of single experts: pass this rank's")
             weights.check(self._config, shard)
             self._require_like(weights)
-            return weights, None
+            return shard.experts, weights, None
         ids = self._numbers(experts)
         if (weights is None) != (not ids):
             raise ConfigError(
                 f"{len(ids)} experts and {'no' if weights is None else 'some'} weights: pass both, or none of them"
             )
         if weights is None:
-            return None, []
+            return ids, None, []
         weights.check(self._config, ExpertShard(len(ids), 0, len(ids), shard.moe_tp_rank, shard.moe_tp_size))
         self._require_like(weights)
         rows = {expert: row for row, expert in enumerate(ids)}
         slots = [slot for slot, expert in enumerate(shard.experts) if expert in rows]
         picked = torch.tensor([rows[shard.experts[slot]] for slot in slots], dtype=torch.int64, device=weights.device)
-        return (weights.map(lambda tensor: tensor[picked]) if slots else None), slots
+        return ids, weights.map(lambda tensor: tensor[picked]) if slots else None, slots
 
     def _numbers(self, experts: object) -> list[int]:
         """Returns the experts' numbers. Raises ConfigError."""
@@ -128,7 +160,7 @@ class ExpertLoading:
                 "weights; keep the scales, or build it again"
             )
 
-    def _write(self, weights: ExpertWeights | None, slots: list[int] | None) -> None:
+    def _write(self, executor: Executor, weights: ExpertWeights | None, slots: list[int] | None) -> None:
         if weights is not None:
-            self._executor.load_experts(weights, slots)
+            executor.load_experts(weights, slots)
         self._world.finish_device_work()

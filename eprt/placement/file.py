@@ -62,7 +62,7 @@ class PlacementFile:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     def write(self, path: str | Path) -> None:
-        """Raises ConfigError where it can't be written."""
+        """Raises ConfigError for what `read` would refuse, and where it can't be written."""
         require_kinds(PlacementFile.write, locals())
         layers = {ALL if layer is None else str(layer): list(slots) for layer, slots in self.layers.items()}
         value = {
@@ -72,6 +72,7 @@ class PlacementFile:
             "ep_size": self.ep_size,
             "layers": layers,
         }
+        _parsed(value)
         try:
             write_whole(Path(path), json.dumps(value) + "\n")
         except OSError as error:

@@ -134,10 +134,11 @@ def _raise_difference(
         differing = ["operation"]
     if not differing:
         return
-    columns = {name: [_shown(name, row) for row in rows] for name in differing}
+    ranks = [rank for rank, alive in enumerate(world.alive) if alive]
+    columns = {name: [_shown(name, rows[rank]) for rank in ranks] for name in differing}
     if "fingerprint" in differing:
         columns |= _differing_settings(world, header)
-    mismatch = WorldMismatch(_table(columns))
+    mismatch = WorldMismatch(_table(ranks, columns))
     mismatch.shared = True
     raise mismatch
 
@@ -200,35 +201,35 @@ def _checked_words(words: object) -> tuple[int, ...]:
 def _shared_error(world: Collectives, rank: int, error: EprtError | None) -> EprtError:
     """Returns the lowest failing rank's error as every rank sees it; unchanged if all ranks raise the same."""
     texts = _share_text(world, "" if error is None else f"{type(error).__name__}\n{error}")
-    if error is not None and len(set(texts)) == 1:
+    if error is not None and len({*texts.values()}) == 1:
         return error
     name, _, message = texts[rank].partition("\n")
     return rebuild_error(name, message if message.startswith(f"rank {rank}") else f"rank {rank}: {message}")
 
 
 def _differing_settings(world: Collectives, local: Header) -> dict[str, list[str]]:
-    """Returns every rank's value of the settings that differ, cut to what fits a text."""
+    """Returns the value of each rank that is left, of the settings that differ, cut to what fits a text."""
     # One a line and sorted: a text that is cut loses the same last names everywhere.
     texts = _share_text(world, "\n".join(json.dumps(item) for item in sorted((local.settings or {}).items())))
     known: list[dict[str, str]] = [
-        dict(json.loads(line) for line in text.splitlines() if line.endswith("]")) for text in texts
+        dict(json.loads(line) for line in text.splitlines() if line.endswith("]")) for text in texts.values()
     ]
     names = sorted({name for settings in known for name in settings})
     columns = {name: [one_block(str(settings.get(name, "-"))) for settings in known] for name in names}
     return {name: values for name, values in columns.items() if len(set(values)) > 1}
 
 
-def _share_text(world: Collectives, text: str) -> list[str]:
-    """Returns every rank's text, cut to `_TEXT_BYTES`. Collective."""
+def _share_text(world: Collectives, text: str) -> dict[int, str]:
+    """Returns the text of every rank that is left, cut to `_TEXT_BYTES`. Collective."""
     encoded = text.encode(errors="replace")[:_TEXT_BYTES]
     buffer = torch.frombuffer(bytearray(encoded.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
     rows = world.gather_control(buffer)
     found = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
-    return [one_block(text, _TEXT_BYTES) for text in found]
+    return {rank: one_block(text, _TEXT_BYTES) for rank, text in enumerate(found) if world.alive[rank]}
 
 
-def _table(columns: dict[str, list[str]]) -> str:
+def _table(ranks: Sequence[int], columns: dict[str, list[str]]) -> str:
     """Returns a table with one line per rank and one column per thing that differs."""
     title = f"the ranks disagree about this call ({', '.join(columns)}); make the same calls on every rank:"
-    rows = [[str(rank), *cells] for rank, cells in enumerate(zip(*columns.values(), strict=True))]
+    rows = [[str(rank), *cells] for rank, *cells in zip(ranks, *columns.values(), strict=True)]
     return f"{title}\n{aligned([['rank', *columns], *rows])}"

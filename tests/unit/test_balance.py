@@ -30,7 +30,8 @@ E, FLOOD = jobs.E, "x" * 100_211
 @pytest.mark.parametrize("slots", [(), (*range(E), 3, 3, 0, 1)], ids=["plain", "replicas"])
 def test_a_layer_counts_what_its_tokens_chose(pools, slots) -> None:
     found = pools(2).run(jobs.counted, slots=slots, steps=12)
-    for counts, wanted, after, total in found:
+    for counts, wanted, after, total, told in found:
+        assert told.startswith("WorldMismatch: the ranks disagree about this call (fingerprint, layers)")
         assert counts == wanted
         assert sum(counts) > 50
         assert after == 0
@@ -229,6 +230,8 @@ def test_placements_come_back_from_their_file(tmp_path) -> None:
         None: ExpertPlacement(4, parallel, (0, 1, 2, 3, 0, EMPTY)),
     }
     PlacementFile.of_placements(placements).write(tmp_path / "p.json")
+    with pytest.raises(ConfigError, match="layer '-1': expected a layer's number"):
+        PlacementFile.of_placements({-1: placements[3]}).write(tmp_path / "p.json")
     found = PlacementFile.read(tmp_path / "p.json")
     assert found.placement(3, 4, parallel) == placements[3]
     assert found.placement(4, 4, parallel) == placements[None]

@@ -75,6 +75,8 @@ UNBUILDABLE = [
     ("weights", "ConfigError: rank 1: gate_up"),
     ("layer", "ConfigError: rank 1: layer 'a': expected the layer's number"),
     ("experts_none", "ConfigError: rank 1: experts is NoneType: expected ExpertWeights"),
+    ("order_list", "ConfigError: rank 1: hidden_order: expected each of 16 columns of the hidden states once"),
+    ("matrix_list", "ConfigError: rank 1: down.data is list: Dense weights need a tensor"),
     ("shared_width", "ConfigError: rank 1: shared.down is (24, 7): the config says (24, 8)"),
     ("shared_gate", "ConfigError: rank 1: shared.gate is missing: expected a tensor (8, 24)"),
     ("shared_output_gate", "ConfigError: rank 1: shared.output_gate is given: the config has none"),

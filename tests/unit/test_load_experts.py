@@ -26,7 +26,7 @@ from eprt.experts.in_place import leaves
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.torch_grouped import GroupedExecutor
 from eprt.ranks.launcher import WorldFailed, WorldPool
-from eprt.weights import ExpertWeights
+from eprt.weights import PLAIN, ExpertWeights
 
 SLOTWISE = [
     (ReferenceExecutor, "f32"),
@@ -80,8 +80,10 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, the last two dimensions the other way round in memory, as a trainer may hold them."""
-    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+    """The same numbers as a trainer may hold them: the last two dimensions the other way round in memory, and to be
+    trained."""
+    turned = tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+    return turned.requires_grad_(tensor.dtype in PLAIN)
 
 
 @pytest.mark.parametrize(("kind", "weight_format"), SLOTWISE)
@@ -90,7 +92,9 @@ def test_loaded_experts_are_those_of_a_fresh_executor(kind, weight_format: str) 
         config, old, new = a_case(weight_format, bias=True)
         shard, single = shard_of(config), [7, 2]
         executor, new = kind(config, shard, old.map(spread), CPU, RUNTIME), new.map(spread)
-        at = {name: tensor.data_ptr() for name, tensor in executor.slot_tensors().items()}
+        held = executor.slot_tensors()
+        at = {name: tensor.data_ptr() for name, tensor in held.items()}
+        assert not any(tensor.requires_grad for tensor in held.values()), "a graph keeps the trainer's"
         first = bits(executor)
         for turn, weights in enumerate((new, old, new, old)):
             executor.load_experts(weights)
@@ -222,11 +226,18 @@ def test_columns_in_another_order_stay_in_it(pools) -> None:
         ("number", "experts 1: expected different numbers of experts, from 0 to 7"),
         ("size", "gate_up.data is"),
         ("order", "hidden_order isn't that of the first weights"),
+        ("list", "hidden_order: expected each of 16 columns"),
+        ("empty", "gate_up.data is missing: Dense weights need a tensor"),
+        ("bias", "down_bias is list: expected (5, 16) bfloat16 or float32"),
+        ("replica", "expert 0 is brought by ranks [0], and not by ranks [1], which hold it"),
+        ("together", "reference lays out its experts together, so single ones can't be loaded"),
+        ("other executor", "another can't replace its weights: build the layer again"),
         ("step", "load_experts inside step"),
     ],
 )
 def test_what_does_not_fit_on_one_rank_changes_nothing_on_any(pools, wrong: str, says: str) -> None:
     for told, works in pools(2).run(jobs.refused, wrong=wrong):
         assert says in told
-        assert told.startswith("UsageError" if wrong == "step" else "ConfigError")
+        kinds = {"step": "UsageError", "together": "UnsupportedError", "other executor": "UnsupportedError"}
+        assert told.startswith(kinds.get(wrong, "ConfigError"))
         assert works

@@ -193,6 +193,7 @@ def test_with_moe_tp_each_slice_goes_to_its_own_rank(pools) -> None:
         ("kind", "ConfigError: rank 1: rebalance got \\[None\\]: expected a sequence of ExpertPlacement"),
         ("alone", "ConfigError: rank 1: rebalance got ExpertParallelMoE.*: expected a sequence of ExpertParallelMoE"),
         ("bytes", "CapacityError: rank 0 would stage .* bytes, most_bytes is 100"),
+        ("text", "ConfigError: most_bytes '1 GB': expected int or None"),
         ("layout", "WorldMismatch: ranks \\[1\\] hold prepared experts in other dtypes"),
         ("executor", "UnsupportedError: reference can't move experts"),
         ("plain", "UsageError: layer 0 was built with its experts in order"),

@@ -98,9 +98,14 @@ def test_what_is_refused() -> None:
 
 def test_graphs_new_layers_and_agreement_among_those_that_are_left() -> None:
     found = survivors(3, {1}, jobs.new_layers_graphs_and_counts, victim=1)
-    for stale, values in found.values():
+    for stale, values, scale, told in found.values():
         assert "StepGraphs.capture()" in stale
         assert values == [0, None, 2]
+        assert scale == 0.25
+        assert told == found[0][3]
+        assert "(fingerprint, validate)" in told[0]
+        assert [line.split()[0] for line in told[0].splitlines()[1:]] == ["rank", "0", "2"]
+        assert told[1].startswith("ConfigError: dispatcher 'nothing' doesn't exist")
 
 
 SCRIPT = """

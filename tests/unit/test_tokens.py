@@ -16,12 +16,12 @@ from eprt.conformance.oracle import relative_error, shard_weights
 from eprt.errors import ConfigError, InputError
 from eprt.expert_major import expert_major_from_flat, flat_from_expert_major, weighted_sum
 from eprt.experts import EXECUTORS, executor_spec, make_executor
-from eprt.experts.base import AdaptedExecutor, merge_repeats, unsupported_format
+from eprt.experts.base import AdaptedExecutor, unsupported_format
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.torch_grouped import GroupedExecutor
 from eprt.placement import ExpertShard
 from eprt.quant import decode_payload, encode_payload
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, TopK, merge_repeats
 
 
 def topk(**changes) -> TopK:

@@ -18,12 +18,12 @@ import torch
 from eprt.activation import activated
 from eprt.config import TokenFormat
 from eprt.errors import ConfigError, InputError
-from eprt.experts.base import PreparedExecutor, merge_repeats
+from eprt.experts.base import PreparedExecutor
 from eprt.experts.blackwell.scales import GATED_ROWS, Nvfp4Factors, linear_nvfp4, nvfp4_stack
 from eprt.experts.blackwell.swizzle import mma_scale_view, swizzle_scales, widen
 from eprt.quant import decode_payload
 from eprt.rounding import round_up
-from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
+from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, merge_repeats
 from eprt.weights import NVFP4_BLOCK, ExpertWeights, Nvfp4
 
 ROWS = 128  # both GEMMs need a number of output rows that is a multiple of this (FlashInfer 0.7.2)

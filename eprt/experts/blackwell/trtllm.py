@@ -16,10 +16,10 @@ import torch
 
 from eprt.config import Routing
 from eprt.errors import ConfigError, InputError
-from eprt.experts.base import PreparedExecutor, merge_repeats
+from eprt.experts.base import PreparedExecutor
 from eprt.experts.blackwell.trtllm_formats import FORMATS, load_kernels
 from eprt.experts.rules import TRTLLM_LOGITS
-from eprt.tokens import FlatTokens, Payload
+from eprt.tokens import FlatTokens, Payload, merge_repeats
 from eprt.weights import ExpertWeights
 
 

@@ -84,7 +84,8 @@ class _ExpertsPlace(Place):
         top_k = top_k_of(experts) if self.top_k is None else self.top_k
         config = config_of(experts, down, L * self.world.parallel.ep_size, top_k, self.activation)
         weights = ExpertWeights(Dense(gate_up), Dense(down), *bias)
-        layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime)
+        number = self.world.num_dispatchers  # transformers doesn't say which of the model's layers this is
+        layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime, layer=number)
         _drop_weights(experts)
         return layer
 
@@ -133,4 +134,11 @@ def _drop_weights(experts: Any) -> None:
             "it before its first batch, or copy the checkpoint that it came from"
         )
 
+    def no_load(*_: Any) -> None:
+        raise UsageError(
+            "load_state_dict into a model whose experts eprt runs would leave them as they are: load it before its "
+            "first batch, or bring the experts by load_experts of its expert_layers"
+        )
+
     experts.register_state_dict_pre_hook(no_state_dict)
+    experts.register_load_state_dict_pre_hook(no_load)

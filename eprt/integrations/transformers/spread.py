@@ -42,7 +42,7 @@ from eprt.weights import Dense, ExpertWeights
 from eprt.world import World
 
 _EXPERT = re.compile(r"(?<=experts[._])\d+(?=\.)|(?<=expert_)\d+(?=\.)")
-_NUMBER = re.compile(r"\d+")  # the first in a path is the layer's
+_NUMBER = re.compile(r"\d+")
 _PLAIN = (torch.bfloat16, torch.float32)
 
 
@@ -85,7 +85,8 @@ def spread(
     layers: list[ExpertParallelMoE] = []
     with closing(load_on_all_ranks(world, lambda: open_source(model, checkpoint))) as source:
         require_same_weights(model, world, tuple(f"{path}." for path in source.modules))
-        for number, (path, experts) in enumerate(source.modules.items()):
+        for path, experts in source.modules.items():
+            number = _layer_of(path)
             parts = load_on_all_ranks(world, lambda path=path: source.parts(path, world, placed), number)
             layer = ExpertParallelMoE(
                 parts.config, world, parts.weights, runtime=runtime, layer=number, placement=parts.placement
@@ -102,6 +103,11 @@ def spread(
         keep_in_place(model, world.device, source.dtype)
         _complete_calls(model, source.modules)
     return layers
+
+
+def _layer_of(path: str) -> int:
+    """Returns the number of the model's layer, the first in a module's path: of counts as of placement files."""
+    return int(_NUMBER.findall(path)[0])
 
 
 def _complete_calls(model: nn.Module, modules: dict[str, Any]) -> None:
@@ -193,7 +199,7 @@ class _Source:
         E = whole["down_proj"].shape[0]
         placement = ExpertPlacement(E, world.parallel)
         if placed is not None:
-            placement = placed.placement(int(_NUMBER.findall(path)[0]), E, world.parallel)
+            placement = placed.placement(_layer_of(path), E, world.parallel)
         shard = placement.shard(world.rank)
         own = self.own_tensors(path, whole, shard)
         gate_up, down, *biases = canonical(experts, [own[name] for name in parameter_names(experts)])

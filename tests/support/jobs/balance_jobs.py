@@ -136,8 +136,8 @@ def refusals(context, what):
         placements = []
     elif what in (odd := {"kind": (layers, [None]), "alone": (layer, placements)}) and world.rank == 1:
         layers, placements = odd[what]
-    elif what == "bytes":
-        options = {"most_bytes": 100}
+    elif what in ("bytes", "text"):
+        options = {"most_bytes": 100 if what == "bytes" else "1 GB"}
     elif what == "layout" and world.rank == 1:
         tensors = layer.executor.slot_tensors()
         layer.executor.slot_tensors = lambda: {name: tensor.double() for name, tensor in tensors.items()}
@@ -179,7 +179,8 @@ def killed_half_way(context, folder):
 
 
 def counted(context, slots, *, steps):
-    """(this rank's counts, what they should be, counts after a reset, sums over ranks) of a layer that counts."""
+    """(this rank's counts, what they should be, counts after a reset, sums over ranks) of a layer that counts, and what
+    is heard where rank 1 asks for another layer's."""
     world = context.world()
     layer = build(world, slots, runtime={"count_load": True})
     layer.warmup()
@@ -191,9 +192,11 @@ def counted(context, slots, *, steps):
             wanted[expert] += 1
     found, total = layer.load(), gather_load(world, [layer, layer])
     layer.reset_load()
-    after = layer.load()
+    after, other = layer.load(), build(world, slots, layer=1, runtime={"count_load": True})
+    told = said(lambda: gather_load(world, [other if world.rank else layer]))
     layer.close()
-    return found.tolist(), wanted[:E].tolist(), int(after.sum()), total.tolist()
+    other.close()
+    return found.tolist(), wanted[:E].tolist(), int(after.sum()), total.tolist(), told
 
 
 def not_counted(context):

@@ -23,11 +23,11 @@ OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_t
 
 @dataclass(frozen=True)
 class Outcome:
-    """One rank's: tokens after its prompts by eprt and by transformers alone, number of layers, or an error."""
+    """One rank's: tokens after its prompts by eprt and by transformers alone, numbers of the layers, or an error."""
 
     found: list[list[int]]
     expected: list[list[int]]
-    layers: int = 0
+    layers: tuple[int, ...] = ()
     error: str = ""
 
 
@@ -68,7 +68,7 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
     finally:
         for layer in layers:
             layer.close()
-    return Outcome(found, expected, len(layers))
+    return Outcome(found, expected, tuple(layer.dispatcher.layer for layer in layers))
 
 
 def alone(model: Any, prompt: list[int]) -> list[int]:

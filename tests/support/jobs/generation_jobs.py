@@ -13,7 +13,7 @@ from eprt.cli.generate_jobs import heard
 from eprt.config import RuntimeConfig
 from eprt.graphs import StepGraphs
 from eprt.ranks.launcher import RankContext
-from support.builders import BEHIND_S
+from support.builders import BEHIND_S, said
 
 RUNTIME = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
 
@@ -85,10 +85,14 @@ def continue_prompts(
     agreement = agreement_of(model)
     assert (agreement.decode is not None) == replays, agreement.decode
     layers = expert_layers(model)
+    numbers = [layer.dispatcher.layer for layer in layers]
+    assert numbers == sorted({*numbers}), "counts go by them"
     for layer in layers:
         layer.close()
-    if way == "expert_parallel":  # transformers made groups of its own for this model
-        layers[0].world.close()
+    if way == "expert_parallel":
+        for call in (model.state_dict, lambda: model.load_state_dict({}, strict=False)):
+            assert "state_dict" in said(call)
+        layers[0].world.close()  # transformers made groups of its own for this model
     return found, streamed
 
 

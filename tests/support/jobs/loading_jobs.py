@@ -9,6 +9,8 @@ from unittest.mock import patch
 import torch
 
 from eprt.config import RuntimeConfig
+from eprt.conformance.checks import NanOutput
+from eprt.experts import EXECUTORS, Executor
 from eprt.experts.base import PreparedExecutor
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
@@ -86,18 +88,25 @@ def half_loaded(context):
         refused.append(said(lambda: right(layer, world, 1, 5)).partition(" before the next call")[0])
     layer.load_experts(single(5, [1, 2]), [1, 2])
     refused.append(call())
-    works = []
-    for number in (5, 0):
-        layer.load_experts(whole(layer, world, number))
-        works.append(answers(layer, world, number))
+    layer.load_experts(single(5, range(E)), range(E))  # all of them, by their numbers
+    works = [answers(layer, world, 5)]
+    layer.load_experts(whole(layer, world, 0))
+    works.append(answers(layer, world, 0))
     layer.close()
     return told, refused, works
+
+
+class Another(NanOutput):
+    """Takes the place of a layer's executor, as a model's own code does, and takes no weights."""
+
+    spec = replace(EXECUTORS["reference"], name="another")
 
 
 def refused(context, wrong):
     """What every rank hears when rank 1's load can't be, and whether the layer goes on as it was."""
     world = context.world()
     layer = build(world, SLOTS[world.size])
+    mine = whole(layer, world, 5), None
     given = {
         "none": (None, None),
         "twice": (single(5, [1, 1]), [1, 1]),
@@ -107,13 +116,21 @@ def refused(context, wrong):
         "number": (single(5, [1]), 1),
         "size": (single(5, [1]), None),
         "order": (replace(single(5, [1]), hidden_order=torch.arange(H)), [1]),
+        "list": (replace(mine[0], hidden_order=list(range(H))), None),
+        "empty": (replace(mine[0], gate_up=Dense(None)), None),
+        "bias": (replace(mine[0], down_bias=mine[0].down_bias.tolist()), None),
+        "replica": (single(5, [3]), [3]),
+        "together": (single(5, [5]), [5]),
     }
-    mine = whole(layer, world, 5), None
+    if wrong == "together":
+        layer.executor.slot_tensors = lambda: Executor.slot_tensors(layer.executor)
+    if wrong == "other executor":
+        layer.executor = Another(layer.executor)
     if wrong == "step":
         with world.step(1):
             told = said(lambda: layer.load_experts(*mine))
     else:
-        told = said(lambda: layer.load_experts(*(given[wrong] if world.rank == 1 else mine)))
+        told = said(lambda: layer.load_experts(*(given.get(wrong, mine) if world.rank == 1 else mine)))
     works = answers(layer, world, 0)
     layer.close()
     return told, works

@@ -6,13 +6,16 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
 from eprt.balance import rebalance
+from eprt.config import RuntimeConfig
 from eprt.conformance.faults.job import CheckedLayer
+from eprt.dispatch import make_dispatcher
 from eprt.errors import RankLost
 from eprt.placement import ExpertPlacement
 from eprt.world import World
@@ -168,7 +171,11 @@ def new_layers_graphs_and_counts(context, victim: int) -> list[Any]:
     for step in range(number + 4, number + 8):
         other.step(step)
     world.warmup(other.layer)
-    return [stale, gather_values(world, world.rank)]
+    config, scaled = other.layer.config, RuntimeConfig(payload="nvfp4", on_rank_lost="continue")
+    scale = make_dispatcher("torch", world, config, scaled, input_scale=torch.ones(1) / 4).payload_scale
+    unlike = RuntimeConfig(validate="full" if world.rank else "cheap")
+    told = [said(partial(make_dispatcher, name, world, config, unlike)) for name in ("torch", "nothing")]
+    return [stale, gather_values(world, world.rank), float(scale), told]
 
 
 def apart_by_a_step(context, victim: int) -> tuple[Any, ...]:
