@@ -112,7 +112,7 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(_Ranks, Generation):
+class Generate(_Ranks, Generation, _Plugins):
     """Continue prompts with a transformers model whose experts are spread over several ranks; JSON lines in and out.
 
     Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout (or --output) as they are
@@ -141,7 +141,7 @@ class Generate(_Ranks, Generation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(_TensorParallel, _Json):
+class Explain(_TensorParallel, _Plugins, _Json):
     """Show every dispatcher/executor pair with its reason, then the choice and other layouts of the same ranks.
 
     Needs no GPU, no kernel library and no weights.
@@ -191,7 +191,7 @@ def _require_share(world: int, share: int, option: str, wanted: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warm(_TensorParallel, _Json):
+class Warm(_TensorParallel, _Plugins, _Json):
     """Compile the kernels of a model's experts ahead, on all processors: when an image is built, say.
 
     Needs no GPU and no weights. A start with the same cache (TRITON_CACHE_DIR), versions and sizes compiles none of
@@ -229,7 +229,7 @@ class Tune(_Ranks, _Plugins, _Json):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanExperts(_Json):
+class PlanExperts(_Plugins, _Json):
     """Plan where replicas of experts lie: balance before and after, and whether it pays. Needs no GPU."""
 
     slots: int

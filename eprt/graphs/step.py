@@ -206,17 +206,18 @@ class StepGraphs:
         self._padding.valid.write(num_tokens)
 
     def _eagerly(self, num_tokens: int, inputs: Mapping[str, torch.Tensor], tokens_per_rank: int) -> Any:
-        """Makes a step over the largest bucket, as the caller would."""
-        smallest = self.buckets[0]
+        """Makes a step over the largest bucket, or of a bucket that other graphs of the World have, as the caller
+        would."""
+        rows = min(self.buckets[0], tokens_per_rank)
         if num_tokens:
             return self._forward(**inputs)
         if self._idle is not None:
             self._idle()
         else:
             self._fill(0, {})
-            with _inside(self._world, tokens_per_rank), self._padding.applied(smallest):
-                self._forward(**{name: tensor[:smallest] for name, tensor in self._inputs.items()})
-        return self._captured[smallest].nothing
+            with _inside(self._world, tokens_per_rank), self._padding.applied(rows):
+                self._forward(**{name: tensor[:rows] for name, tensor in self._inputs.items()})
+        return self._captured[self.buckets[0]].nothing
 
     def _check(self, num_tokens: int, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises UsageError, InputError: the peers are told where this call begins the step."""

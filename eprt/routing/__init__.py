@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from eprt.routing.launch import FusedRouter
 
 WeightRounding = Literal["logits", "float32", "tokens"]
+BIASED = ("grouped_sigmoid", "grouped_softmax", "sqrt_softplus")  # methods whose choice takes a correction bias
 
 
 def route(
@@ -127,7 +128,7 @@ class Router(nn.Module):
         padding: calls may mark tokens that nobody reads; a warm-up compiles what they need.
 
     Raises:
-        ConfigError: shapes that don't fit each other.
+        ConfigError: what doesn't fit each other: shapes, a bias or a table and the method, a table and the experts.
     """
 
     weight: torch.Tensor
@@ -170,6 +171,17 @@ class Router(nn.Module):
         if (method == "hash") != (self.token_table is not None):
             wrong = "needs a token_table [V, K]" if self.token_table is None else "takes no token_table"
             raise ConfigError(f"routing method {method!r} {wrong}")
+        if self.correction_bias is not None and method not in BIASED:
+            raise ConfigError(f"routing method {method!r} takes no correction_bias: {', '.join(BIASED)} do")
+        check_choice(self.routing, self.top_k, weight.shape[0], self.correction_bias)
+        if (table := self.token_table) is None:
+            return
+        if table.dim() != 2 or table.shape[1] != self.top_k or table.is_floating_point() or table.is_complex():
+            shape = tuple(table.shape)
+            raise ConfigError(f"token_table is {shape} {table.dtype}: expected an integer [V, {self.top_k}]")
+        low, high = (0, 0) if table.is_meta or not table.numel() else (int(v) for v in torch.aminmax(table))
+        if low < 0 or high >= weight.shape[0]:
+            raise ConfigError(f"token_table holds experts {low} to {high}: expected 0 to {weight.shape[0] - 1}")
 
     def logits(self, hidden: torch.Tensor) -> RouterLogits:
         """Returns RouterLogits [T, E] of hidden states [..., H]. Raises InputError on a wrong width or dtype."""

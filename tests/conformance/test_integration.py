@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from eprt.errors import CheckpointError, ConfigError, UsageError
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed
+from eprt.world import World
 
 pytestmark = needs("transformers")
 
@@ -207,7 +209,7 @@ def test_files_that_are_no_checkpoint(tmp_path: Path, file: str, text: str | Non
 def test_an_auto_class_leaves_experts_out_too(tmp_path: Path) -> None:
     import transformers
 
-    from eprt.integrations.transformers import load_without_experts
+    from eprt.integrations.transformers import load_without_experts, parallelize
 
     write_tiny_checkpoint(tmp_path, num_layers=1)
     model = load_without_experts(tmp_path, model_class=transformers.AutoModelForCausalLM)
@@ -216,6 +218,10 @@ def test_an_auto_class_leaves_experts_out_too(tmp_path: Path) -> None:
     for kind, said in (("GptOssModel", "has no module model.layers.0.mlp"), ("AutoModelForCTC", "has no class for a")):
         with pytest.raises(ConfigError, match=f"{kind} {said}"):
             load_without_experts(tmp_path, model_class=getattr(transformers, kind))
+    with World.from_env("cpu") as world:
+        parallelize(model, world, RuntimeConfig(max_tokens_per_rank=16))
+    with pytest.raises(UsageError, match="can't be pickled"):
+        pickle.dumps(model)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import expert_cases as cases
 from support.jobs import lost_rank_jobs
 from support.jobs import step_graph_jobs as jobs
 from support.jobs.conformance_jobs import PAIRS
@@ -19,7 +20,9 @@ from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 from eprt.graphs import LayerGraphs, StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
+from eprt.layer import ExpertParallelMoE
 from eprt.ranks.launcher import WorldFailed, launch
+from eprt.tokens import TopK
 from eprt.world import World
 
 SIZE = 4
@@ -144,6 +147,27 @@ def test_inputs_that_require_gradients_leave_none_behind() -> None:
         for num_tokens in (2, 1):
             assert not graphs(num_tokens, x=x[:num_tokens]).requires_grad
         assert not graphs._inputs["x"].requires_grad
+
+
+def test_an_idle_rank_runs_the_forward_in_a_step_of_other_graphs_bucket() -> None:
+    """R is then one of `World.buckets` that these graphs don't have, and may be below their smallest."""
+    config, rows = cases.make_config("f32"), list[int]()
+    with World.from_env("cpu") as world:
+        runtime = RuntimeConfig(executor="reference", max_tokens_per_rank=8)
+        layer = ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            rows.append(len(x))
+            ids = torch.zeros(len(x), config.top_k, dtype=torch.int32)
+            return layer(x, TopK(ids, ids.float()))
+
+        row = {"x": torch.zeros(1, config.hidden_size)}
+        few, many = (StepGraphs(world, [layer], forward, row, buckets=(bucket,)) for bucket in (1, 4))
+        few.capture()
+        many.capture()
+        assert many(0).shape == (0, config.hidden_size)
+        assert many(3, x=torch.ones(3, config.hidden_size)).shape == (3, config.hidden_size)
+    assert rows == [1, 4, 1, 4]
 
 
 class _Layer:

@@ -174,8 +174,8 @@ def test_what_one_rank_does_otherwise_is_the_same_error_on_all(pools, job, says:
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])
-def test_tokens_that_require_grad_on_one_rank_change_nothing(pools, dispatcher: str) -> None:
-    assert pools(2).run(jobs.grads_on_rank_1, dispatcher=dispatcher) == [(True, True)] * 2
+def test_tokens_that_require_grad_and_autocast_on_one_rank_change_nothing(pools, dispatcher: str) -> None:
+    assert pools(2).run(jobs.grads_and_autocast_on_rank_1, dispatcher=dispatcher) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])

@@ -26,6 +26,7 @@ SMALLER = {
 }
 ELSEWHERE = {  # with the page's own backends
     "doctor --run --plugin my_backends": "test_plugins",
+    "explain --plugin my_backends --model Qwen3-30B-A3B": "test_plugins",
     "run --plugin my_backends --dispatcher broadcast --executor one_by_one": "test_plugins",
 }
 

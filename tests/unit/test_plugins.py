@@ -11,6 +11,7 @@ import pytest
 from support.processes import environment
 
 from eprt.cli import main
+from eprt.cli.parsing import COMMANDS
 from eprt.conformance.cases import CASES, CUT_CASES
 from eprt.conformance.checks import standard_checks
 from eprt.dispatch import DISPATCHERS
@@ -18,6 +19,7 @@ from eprt.support import Device
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
+REQUIRED = dict.fromkeys(("explain", "warm", "tune"), ("--model", "x")) | {"plan-experts": ("--slots", "8")}
 MODULE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))  # what a newcomer saves as my_backends.py
 
 
@@ -50,12 +52,15 @@ def test_run_takes_it_by_name(tmp_path: Path, tiny: Path) -> None:
     done = eprt(tmp_path, "run", "--model", str(tiny), *words.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Plan: dispatcher broadcast" in done.stdout
+    told = eprt(tmp_path, "explain", "--model", "Qwen3-30B-A3B", "--device", "sm90", "--plugin", "my_backends")
+    assert re.search(r"^ok +broadcast +one_by_one ", told.stdout, flags=re.MULTILINE), told.stdout + told.stderr
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["run"], ["tune", "--model", "x"], ["bench", "exchange"]])
-def test_a_module_that_cannot_be_imported_is_one_line(command, tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_module_that_cannot_be_imported_is_one_line(name, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "broken_backend.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
+    command = [*name.split(), *REQUIRED.get(name, ())]
     for name, why in (
         ("broken_backend", "ZeroDivisionError: division by zero"),
         ("no_such_backend", "No module named"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from eprt import compiled
 from eprt.errors import EprtError, RankLost, UsageError, WorldMismatch
+from eprt.integrations.transformers.dense import refuse_to_copy
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.world import World
@@ -93,11 +94,7 @@ class Place:
     def _build(self) -> ExpertParallelMoE:
         raise UsageError("this place has no layer yet")
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            "a parallelized model can't be pickled or deep-copied: its experts are on several ranks; copy it before "
-            "parallelize, or load it once more"
-        )
+    __reduce_ex__ = refuse_to_copy
 
 
 class ForwardAgreement:

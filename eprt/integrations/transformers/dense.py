@@ -70,8 +70,8 @@ def _hashes(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def keep_in_place(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Lets `model.to`, `half`, `cuda` and the like raise UsageError where they would move or convert the model, and
-    `save_pretrained` in any case."""
+    """Lets `model.to`, `half`, `cuda` and the like raise UsageError where they would move or convert the model,
+    `save_pretrained` and pickle in any case."""
     apply: Callable[..., Any] = model._apply
 
     def apply_nowhere_else(fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **given: Any) -> Any:
@@ -85,12 +85,21 @@ def keep_in_place(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
     model.__dict__["_apply"] = apply_nowhere_else
     model.__dict__["save_pretrained"] = _refuse_to_save
+    model.__dict__["__reduce_ex__"] = refuse_to_copy  # pickle meets the class that `load_without_experts` made first
 
 
 def keep_out_of_state(block: nn.Module) -> None:
     """Lets `state_dict` and `load_state_dict` of every module around `block` raise UsageError."""
     block.register_state_dict_pre_hook(_refuse_to_save)
     block.register_load_state_dict_pre_hook(_refuse_to_load)
+
+
+def refuse_to_copy(*_: Any) -> NoReturn:
+    """Takes the place of `__reduce_ex__`. Raises UsageError."""
+    raise UsageError(
+        "a parallelized model can't be pickled or deep-copied: its experts are on several ranks; copy it before "
+        "parallelize, or load it once more"
+    )
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:

@@ -271,19 +271,23 @@ def warmed_up_on_one_rank(context):
     return told, found
 
 
-def grads_on_rank_1(context, dispatcher):
-    """Rank 1's tokens, routing and router require grad. (equal to what detached ones give, no output requires it)"""
-    moe = make_layer(context, dispatcher=dispatcher)
-    x, topk, logits = tokens_of(context.rank, 4), good_routing(4), torch.randn(4, E)
+def grads_and_autocast_on_rank_1(context, dispatcher):
+    """Rank 1's tokens, routing and router require grad, and it calls under autocast. (equal to what detached ones give
+    without it, no output requires grad)"""
+    moe = make_layer(context, dispatcher=dispatcher, latent=True, shared=True)
+    x, topk, logits = tokens_of(context.rank, 4, WIDE), good_routing(4), torch.randn(4, E)
     calls = (None, topk, RouterLogits(logits))
     expected = [moe(x, routing) for routing in calls]
     if context.rank == 1:
         moe.router.weight.requires_grad_()
         x, logits = x.requires_grad_(), logits.requires_grad_()
         calls = (None, TopK(topk.ids, topk.weights.requires_grad_()), RouterLogits(logits))
-    found = [moe(x, routing) for routing in calls]
-    found.append(moe(x.view(2, 2, H), calls[1]).view(4, H))
-    expected.append(expected[1])
+    with torch.autocast("cpu", torch.float16, enabled=context.rank == 1):
+        found = [moe(x, routing) for routing in calls]
+        found.append(moe(x.view(2, 2, WIDE), calls[1]).view(4, WIDE))
+        with torch.no_grad():
+            found.append(moe(x, calls[1]))
+    expected += [expected[1]] * 2
     equal = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     return equal, not any(y.requires_grad for y in found)
 
