@@ -280,11 +280,10 @@ class ExpertParallelMoE(nn.Module):
         return self.forward(hidden_states, tokens_per_rank=tokens_per_rank)
 
     def _by_other_means(self, given: Given) -> torch.Tensor | None:
-        """Returns the output of a call with gradients off, of torch.compile's operator or of a graph's replay; None
-        where the call is to be made eagerly."""
+        """Returns the output of a call with gradients and autocast off, of torch.compile's operator or of a graph's
+        replay; None where the call is to be made eagerly."""
         hidden_states, routing, token_ids, tokens_per_rank = given
-        kind = self.world.device.type
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(kind):  # the layer's dtypes are its own
+        if torch.is_autocast_enabled(kind := self.world.device.type) or torch.is_grad_enabled():
             with torch.no_grad(), torch.autocast(kind, enabled=False):
                 return self.forward(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
         if torch.compiler.is_compiling():

@@ -16,6 +16,7 @@ from eprt.integrations.engine.reloading import MATRICES, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
 from eprt.weights import ExpertWeights
+from eprt.world.agree import Header, exchange
 
 
 class BoundLayer:
@@ -85,22 +86,32 @@ class BoundLayer:
         self.state.unfinished.remove(self.finish)
 
     def _replace(self, layer: ExpertParallelMoE, weights: Callable[[list[int] | None], ExpertWeights]) -> None:
-        placement, world = layer.placement, layer.world
         try:
-            rows = self.received.experts()
-            if len(rows) < self.received.num_experts:
-                if not placement.is_identity:
-                    raise UsageError(f"{self.binding.name}: experts that were placed elsewhere are loaded all at once")
-                held = placement.shard(world.rank).experts
+            if not layer.placement.is_identity:
+                layer.load_experts(self._placed(layer, weights), agree=False)
+            elif len(rows := self.received.experts()) < self.received.num_experts:
+                held = layer.placement.shard(layer.world.rank).experts
                 layer.load_experts(weights(rows), [held[row] for row in rows], agree=False)
-                return
-            new = weights(None)
-            layer.load_experts(new if placement.is_identity else redistribute(world, new, placement), agree=False)
+            else:
+                layer.load_experts(weights(None), agree=False)
         except EprtError as error:
             layer.refuse_calls(f"{self.binding.name} holds old weights, as new ones failed to load: {error}")
             if self.finish not in self.state.unfinished:
                 self.state.unfinished.append(self.finish)
             raise
+
+    def _placed(self, layer: ExpertParallelMoE, weights: Callable[[list[int] | None], ExpertWeights]) -> ExpertWeights:
+        """Returns the experts of this rank's slots. Collective: what one rank can't bring is an error on all."""
+        header = Header("load", self.binding.number, 3)
+        try:
+            if len(self.received.experts()) < self.received.num_experts:
+                raise UsageError(f"{self.binding.name}: experts that were placed elsewhere are loaded all at once")
+            loaded = weights(None)
+        except EprtError as error:
+            exchange(layer.world, header, error)  # raises on every rank, here included
+            raise
+        exchange(layer.world, header)
+        return redistribute(layer.world, loaded, layer.placement)
 
     def _own(self, module: Any) -> dict[str, Any]:
         return {name: module.get_parameter(name) for name in self.parameters}

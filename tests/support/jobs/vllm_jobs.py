@@ -201,7 +201,6 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         copy_whole(context, layer, 3)
         vllm.state.before_step()
         outputs.append(applied(layer, context.rank))
-        found: dict[str, Any] = {}
         if not path:
             load(layer, 4, [0, 5])
             vllm.state.before_step()
@@ -209,8 +208,8 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
             load(layer, 4, [3, 4, 7])
             vllm.state.before_step()
             outputs.append(applied(layer, context.rank))
-            found = _lacking(vllm, layer)
-            outputs.append(applied(layer, context.rank))
+        found = _lacking(vllm, layer, len(outputs), [4] if path else [0, 4])
+        outputs.append(applied(layer, context.rank))
         built = layer.quant_method.eprt.layer
         return found | {
             "outputs": outputs,
@@ -291,13 +290,14 @@ def slept(context: Any, path: str) -> dict[str, Any]:
         return {"outputs": outputs, "said": said, "counted": int(built.load().sum()), "lost": len(every)}
 
 
-def _lacking(vllm: Any, layer: Any) -> dict[str, str]:
-    """What is heard of a load in which an expert of each rank lacks its up matrix; then a whole one comes."""
-    load(layer, 5, [e for e in range(E) if e % 4])
-    load(layer, 5, [0, 4], "w1 w2")
+def _lacking(vllm: Any, layer: Any, number: int, without: list[int]) -> dict[str, str]:
+    """What is heard of a load in which some experts lack their up matrix; then a whole one comes. Of `without`, those
+    of one rank alone make an error on all ranks where experts are placed elsewhere."""
+    load(layer, number, [e for e in range(E) if e not in without])
+    load(layer, number, without, "w1 w2")
     found = {"lacking": message(vllm.state.before_step), "then": message(vllm.state.before_step)}
     found["call"] = message(lambda: applied(layer, 0))
-    load(layer, 5)
+    load(layer, number)
     vllm.state.before_step()
     return found
 
