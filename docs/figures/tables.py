@@ -417,6 +417,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts,
     "peers": lambda: peers((BASELINES,), floor=False),
     "int4": lambda: peers(("experts_int4_h200",), floor=True),
+    "geglu": lambda: peers(("experts_gemma4_h200",), floor=True),
     "fp8_channel": lambda: peers(("experts_fp8_channel_h200",), floor=True),
     "new_formats_h100": lambda: peers(NEW_FORMATS_H100, floor=True),
     "mxfp4_one_gpu": lambda: peers(("experts_gpt_oss_20b_h100",), floor=True),

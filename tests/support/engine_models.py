@@ -79,6 +79,7 @@ def gemma4_model(folder: Path) -> Any:
     experts = {"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 48}
     config = Gemma4TextConfig(**sizes, **layers, **experts)
     model = Gemma4ForCausalLM(config).float().eval()
+    model.model.embed_tokens.weight.data *= 0.1  # tied to the head, they would repeat each token
     for layer in model.model.layers:
         layer.router.per_expert_scale.data.uniform_(0.5, 2.0)
     model.save_pretrained(folder)
