@@ -97,6 +97,8 @@ class LayerGraphs:
             with self._padding.applied(tokens_per_rank):
                 return self._call(padded, tokens_per_rank)[:T].clone()
         self._watch.check()
+        if self._layer.router is not None:
+            self._layer.router.refresh()
         dispatcher = self._layer.dispatcher
         dispatcher._calls += 1  # as on ranks that make this call
         self._world.log_call(dispatcher.layer, dispatcher.fingerprint)

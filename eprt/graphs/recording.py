@@ -17,6 +17,7 @@ from eprt.dispatch import DISPATCHERS, Dispatcher
 from eprt.experts import EXECUTORS
 from eprt.garbage import without_collections
 from eprt.plan import Plan
+from eprt.routing import Router
 from eprt.world import World
 
 
@@ -28,6 +29,9 @@ class GraphedLayer(Protocol):
 
     @property
     def dispatcher(self) -> Dispatcher: ...
+
+    @property
+    def router(self) -> Router | None: ...
 
     @property
     def broken(self) -> str: ...

@@ -49,7 +49,8 @@ class StepGraphs:
         layers: the `ExpertParallelMoE` that forward calls, all of them.
         forward: called with `inputs` by name, each [rows, ...]; returns tensors, in any nesting of tuples, lists and
             dicts, each [rows, ...]. Everything else that it touches (weights, caches) stays where it is and is the
-            caller's to change between steps. It must not synchronise. `capture` calls it several times a bucket.
+            caller's to change between steps (`Router.refresh` for a router outside of the layers). It must not
+            synchronise. `capture` calls it several times a bucket.
         inputs: of each input one row, [1, ...], on the world's device: what a row without a token holds. Such a row is
             computed like any other outside of the experts, so choose what does no harm (a cache slot of its own).
         buckets: rows to capture for, the same on every rank.
@@ -79,6 +80,7 @@ class StepGraphs:
         if world.device.type == "cuda":
             _require_capturable(self._layers)
         self._watch = PeerWatch(world, self._layers)
+        self._routers = [layer.router for layer in self._layers if layer.router is not None]
         self._padding = Padding(world, self.buckets[-1])
         with torch.inference_mode(False):
             self._empty = {name: row.detach().clone() for name, row in inputs.items()}
@@ -129,6 +131,8 @@ class StepGraphs:
             if bucket is None:
                 return self._eagerly(num_tokens, inputs, step.tokens_per_rank)
             self._watch.check()
+            for router in self._routers:
+                router.refresh()
             if num_tokens == 0 and bucket.idle is not None:
                 bucket.idle.play()
                 return bucket.nothing

@@ -245,10 +245,26 @@ class Router(nn.Module):
             now = buffers.get(name)
             same = same and tensor is now and (now is None or version == _version(now))
         if not same:
-            fused = self._make_kernels()
-            made_of = [(name, now, 0 if now is None else _version(now)) for name, now in buffers.items()]
-            self._fused = made_of, fused
+            fused = self._renewed()
         return fused if fused is not None and fused.device == hidden.device else None
+
+    def refresh(self) -> None:
+        """Brings a change in place to what CUDA graphs of the kernels read: they may hold a copy of a tensor. Each of
+        `StepGraphs` and `layer_graphs` asks its layers' routers to before a replay."""
+        made_of, fused = self._fused
+        if fused is not None and any(now is not None and version != _version(now) for _, now, version in made_of):
+            self._renewed()
+
+    def _renewed(self) -> FusedRouter | None:
+        """Returns kernels of the tensors as they are now: those of before, if only values have changed."""
+        made_of, fused = self._fused
+        kept = len(made_of) == len(self._buffers) and all(self._buffers.get(name) is now for name, now, _ in made_of)
+        if fused is not None and kept:
+            fused.reread(self.weight, self.bias, self.correction_bias, self.token_table)
+        else:
+            fused = self._make_kernels()
+        self._fused = [(name, now, 0 if now is None else _version(now)) for name, now in self._buffers.items()], fused
+        return fused
 
     def _make_kernels(self) -> FusedRouter | None:
         weight, bias, correction = self.weight, self.bias, self.correction_bias

@@ -173,7 +173,7 @@ class FusedRouter:
         token_table: torch.Tensor | None = None,
     ) -> None:
         self.device = weight.device
-        self._parts = aligned(weight if weight.dtype == torch.bfloat16 else bf16_parts(weight))
+        self._parts = _readable(weight)
         self._shape = (weight.shape[0], weight.shape[1])
         self._bias, self._correction, self._table = map(_contiguous, (bias, correction_bias, token_table))
         self._top_k, self._dtype = top_k, rounding.method
@@ -181,6 +181,18 @@ class FusedRouter:
         self._choices: dict[tuple[int, torch.dtype | None, torch.dtype | None], CachedKernel] = {}
         kinds = map(_dtype, (self._bias, self._correction, None, self._table))
         self._what = Choice(self.device, routing, top_k, self._shape[0], rounding, torch.float32, 0, *kinds)
+
+    def reread(self, weight: torch.Tensor, *others: torch.Tensor | None) -> None:
+        """Brings what was copied of the tensors up to date where it lies, so that graphs read it, too.
+
+        Args:
+            weight, others: weight, bias, correction bias and token table that it was made of, with other values.
+        """
+        now = _readable(weight), *map(_contiguous, others)
+        with torch.inference_mode():  # which writes tensors that were made in it or outside
+            for held, new in zip((self._parts, self._bias, self._correction, self._table), now, strict=True):
+                if held is not None and new is not None and held.data_ptr() != new.data_ptr():
+                    held.copy_(new)
 
     def topk(self, hidden: torch.Tensor, token_ids: torch.Tensor | None, padding: torch.Tensor | None = None) -> TopK:
         """Returns the TopK of hidden states [T, H] bf16 (and token ids [T] for `hash`), both checked. Tokens that
@@ -279,6 +291,11 @@ def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tili
         num_stages=max(1, min(tiling.stages, SHARED_BYTES // stage)),
     )
     return LogitsGemm(kernel, block_t, ceil_div(E, block_e) * splits, splits)
+
+
+def _readable(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a router's weight as the GEMM reads it: itself, if it can."""
+    return aligned(weight if weight.dtype == torch.bfloat16 else bf16_parts(weight))
 
 
 def bf16_parts(weight: torch.Tensor) -> torch.Tensor:

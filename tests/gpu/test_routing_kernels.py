@@ -304,6 +304,29 @@ def test_graph_replays_with_other_tokens(name):
     wanted = module(hidden, ids)
     assert torch.equal(found.ids, wanted.ids)
     assert torch.equal(found.weights, wanted.weights)
+    before = wanted.weights
+    module.weight.copy_(other.weight)
+    module.refresh()
+    graph.replay()
+    wanted = module(hidden, ids)
+    assert torch.equal(found.ids, wanted.ids)
+    assert torch.equal(found.weights, wanted.weights)
+    assert not torch.equal(found.weights, before)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3 f32 weight", "odd f32"])
+def test_what_was_copied_is_brought_up_to_date_where_it_lies(name):
+    case, other = Case(name, 8), Case(name, 9)
+    fused, first = case.fused(), case.fused().topk(case.hidden, None)
+    at = fused._parts.data_ptr()
+    case.weight.copy_(other.weight)
+    case.bias = other.bias
+    fused.reread(case.weight, case.bias, case.correction, case.table)
+    found, wanted = fused.topk(case.hidden, None), case.fused().topk(case.hidden, None)
+    assert fused._parts.data_ptr() == at != case.weight.data_ptr()
+    assert torch.equal(found.ids, wanted.ids)
+    assert torch.equal(found.weights, wanted.weights)
+    assert not torch.equal(found.weights, first.weights)
 
 
 _ASK_FOR_A_ROW_THAT_IS_NOT_THERE = """

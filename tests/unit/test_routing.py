@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -230,6 +231,18 @@ IDS, TABLE = torch.tensor([0, 1, 2]), torch.zeros(V, K, dtype=torch.long)
 def test_refusals(error, text, call):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_a_change_in_place_is_brought_to_what_graphs_read():
+    router, fused = Router(torch.randn(E, H), Routing(), K), Mock()
+    made_of = [(name, each, 0 if each is None else each._version) for name, each in router._buffers.items()]
+    router._fused = made_of, fused
+    router.refresh()
+    fused.reread.assert_not_called()
+    router.weight.mul_(2)
+    router.refresh()
+    router.refresh()
+    fused.reread.assert_called_once_with(router.weight, None, None, None)
 
 
 def test_warm_up_needs_no_gpu_and_hooks_see_the_choice():

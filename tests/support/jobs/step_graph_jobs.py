@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
@@ -337,11 +338,14 @@ def captured_after_unequal_calls(context: RankContext) -> bool:
 
 
 def closes_before_its_graphs(context: RankContext, runtime: RuntimeConfig) -> str:
-    """What a call of them raises then."""
-    case = Case(context, runtime, torch.bfloat16)
-    graphs = case.graphs()
+    """What a call of them raises then. Before, a replay asks routers for changes in place."""
+    case = Case(context, runtime, torch.bfloat16, router=True)
+    graphs, asked = case.graphs(), Mock()
+    for layer in case.layers:
+        layer.router.refresh = asked
     graphs(1, **case.requests.step(1, case.world.device))
     graphs.wait()
+    assert asked.call_count == LAYERS
     case.world.close()
     return caught(lambda: graphs(0))[0]
 
