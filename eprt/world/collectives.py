@@ -351,6 +351,7 @@ class Collectives:
             return
         if self.device.type == "cuda":
             work.wait()
+            self._moved = ()  # the next one may be long in coming
         else:
             self._wait(work, ranks)
 
