@@ -252,9 +252,11 @@ def _has_nvshmem() -> bool:
 
 def _import_error(module: str) -> str:
     """Returns the last line of what `import module` prints when it fails, in a process of its own; "" if it works."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import torch, {module}"], capture_output=True, text=True, timeout=120
-    )
+    words = [sys.executable, "-c", f"import torch, {module}"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired as late:
+        return f"not in {late.timeout:.0f} s"
     lines = done.stderr.strip().splitlines()
     return "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
 

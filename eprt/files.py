@@ -22,11 +22,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
     A link is followed where this user or root made it; of anybody else it is replaced. What has other names, by hard
     links, keeps its content under them.
     """
-    path = path.parent.resolve() / path.name if is_strangers_link(path) else path.resolve()
-    data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file() and not path.is_symlink():  # /dev/stdout
+    data, strangers = content.encode() if isinstance(content, str) else content, is_strangers_link(path)
+    if path.exists() and not path.is_file() and not strangers:  # /dev/stdout; a pipe's own name leads nowhere
         path.write_bytes(data)
         return
+    path = path.parent.resolve() / path.name if strangers else path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:

@@ -81,7 +81,7 @@ def commit() -> str:
     """Returns the commit of the checkout that eprt runs from, "+" appended if it has changes; "" outside a checkout."""
     folder = str(Path(__file__).parent)
     git = partial(diagnosis.command_output, "git", "-C", folder)
-    head = git("rev-parse", "HEAD")
+    head = git("rev-parse", "HEAD") if git("ls-files", "--", folder) else ""  # not of a project whose venv this is
     return head + ("+" if head and git("status", "--porcelain", "--untracked-files=no", "--", folder) else "")
 
 

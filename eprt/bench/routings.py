@@ -149,13 +149,15 @@ def _recorded(path: Path, num_experts: int) -> list[RoutedLayer]:
         raise ConfigError(f"{path} is no file of recorded ids: {error}") from error
     found: list[RoutedLayer] = []
     for name, ids in tensors.items():
-        if not (name.isascii() and name.isdigit()) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+        whole = torch.can_cast(ids.dtype, torch.long)
+        if not (name.isascii() and name.isdigit()) or ids.dim() != 2 or not whole or not ids.numel():
             raise ConfigError(
                 f"{path}: tensor {name!r}, {ids.dtype} {list(ids.shape)}: expected [N, K] ids named by a layer's number"
             )
+        ids = ids.long()  # torch finds no extremes of uint16
         if int(ids.min()) < 0 or int(ids.max()) >= num_experts:
             raise ConfigError(f"{path}: layer {name} names experts {ids.min()} to {ids.max()} of {num_experts}")
-        counts = ids.long().flatten().bincount(minlength=num_experts)
+        counts = ids.flatten().bincount(minlength=num_experts)
         found.append(RoutedLayer(int(name), tuple(counts.tolist()), ids.to(torch.int32)))
     if not found:
         raise ConfigError(f"{path}: no layer in it")

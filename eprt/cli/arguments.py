@@ -172,11 +172,11 @@ class Explain(_TensorParallel, _Plugins, _Json):
         if hosts is not None:
             _require_share(W, hosts, f"--hosts {hosts}", "the same number of ranks on every host")
             per_host = W // hosts
-        elif per_host is not None:
+        else:
+            if per_host is None:
+                per_host = W if self.device == "cpu" else GPUS_PER_HOST
             per_host = min(per_host, W)
             _require_share(W, per_host, f"--ranks-per-host {per_host}", "every host full")
-        else:
-            per_host = W if self.device == "cpu" else min(W, GPUS_PER_HOST)
         return ParallelConfig(W, self.attention_tp, self.moe_tp, per_host)
 
 

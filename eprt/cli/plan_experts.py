@@ -12,10 +12,10 @@ from eprt.balance.counts import Counts, read_counts, zipf
 from eprt.balance.moving import transfers
 from eprt.balance.planner import imbalance, plan_placement, rank_loads
 from eprt.cli.arguments import PlanExperts
+from eprt.cli.explain import kinds_of_layers
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
-from eprt.models import family_for
 from eprt.models.published import model_config
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
@@ -35,9 +35,8 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     """Plans placements of all layers. Returns 0, also where replicas don't pay."""
     configs: dict[int, MoEConfig] = {}  # by layer; none without a model
     if arguments.model is not None:
-        hf = model_config(arguments.model)
-        family = family_for(hf)
-        configs = {layer: family.moe_config(hf, layer) for layer in family.moe_layers(hf)}
+        kinds = kinds_of_layers(model_config(arguments.model))
+        configs = {layer: config for config, layers in kinds for layer in layers}
     counts = _counts(arguments, configs)
     rows = _rows(arguments, configs, counts, terminal)
     means = {f"mean_{when}": sum(row[when] for row in rows) / len(rows) for when in ("before", "after")}
@@ -78,7 +77,7 @@ def _counts(arguments: PlanExperts, configs: dict[int, MoEConfig]) -> Counts:
                 )
         return counts
     if configs:
-        return {layer: zipf(config.num_experts, arguments.zipf) for layer, config in configs.items()}
+        return {layer: zipf(configs[layer].num_experts, arguments.zipf) for layer in sorted(configs)}
     if arguments.experts is None:
         raise ConfigError("nothing to plan for: give --counts FILE, or --model, or --experts and --zipf")
     return {0: zipf(arguments.experts, arguments.zipf)}

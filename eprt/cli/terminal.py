@@ -115,8 +115,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """Prints a line on stderr, for a command whose stdout is data."""
         if self.speaks:
-            sys.stderr.write(f"{harmless(text)}\n")
-            sys.stderr.flush()
+            _complain(harmless(text))
 
     def result(self, value: dict[str, Any]) -> None:
         """Prints the JSON object, if it was asked for."""
@@ -147,10 +146,10 @@ class Terminal:
         from rich.progress import Progress
 
         console = Console(stderr=True, soft_wrap=True, quiet=self.json or not self.speaks)
-        advance = Advance(what, total, partial(console.out, highlight=False))
         if console.quiet or not console.is_terminal:
-            yield advance
+            yield Advance(what, total, (lambda _: None) if console.quiet else _complain)  # rich exits at a closed pipe
             return
+        advance = Advance(what, total, partial(console.out, highlight=False))
 
         class Bar(Progress):
             def get_renderables(self) -> Iterable[Any]:  # asked for some times a second

@@ -47,7 +47,8 @@ CHOICES = columns("phase | before | now | us before = us_before:.0f | us now = u
 
 def tune(arguments: Tune, terminal: Terminal) -> int:
     require_tokens(arguments.tokens, 1)
-    if arguments.budget_s <= 0:
+    arguments = replace(arguments, tokens=tuple(dict.fromkeys(arguments.tokens)))
+    if not arguments.budget_s > 0:  # NaN, too
         raise ConfigError(f"--budget-s {arguments.budget_s:g}: expected seconds, more than 0")
     start, path = time.monotonic(), own_path()
     config = kinds_of_layers(model_config(arguments.model))[0][0]

@@ -211,7 +211,7 @@ def _refuse_unread(source: Checkpoint, block: str, num_experts: int) -> None:
     experts = {str(expert) for expert in range(num_experts)}
     kinds = {_kind(name) for name in source.touched}
     for name in sorted(source.manifest):
-        known = name in source.touched or (_kind(name) in kinds and _EXPERT.findall(name)[-1] in experts)
+        known = name in source.touched or (_kind(name) in kinds and ["", *_EXPERT.findall(name)][-1] in experts)
         if name.startswith(f"{block}.") and not known:
             raise CheckpointError(
                 f"{source.where(name)} belongs to this layer, and nothing in {where(source.config)} says what it is "

@@ -218,7 +218,7 @@ def read_config(path: str | Path) -> HfConfig:
     path = Path(path)
     directory, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
     config = HfConfig(read_object(resolve_inside(directory, name), MAX_CONFIG_BYTES), str(directory / name))
-    if "quantization_config" not in config and (directory / QUANT_CONFIG).exists():
+    if config.get("quantization_config") is None and (directory / QUANT_CONFIG).exists():
         extra = read_object(resolve_inside(directory, QUANT_CONFIG), MAX_CONFIG_BYTES).get("quantization")
         if not isinstance(extra, dict):
             raise CheckpointError(f"{directory / QUANT_CONFIG}: expected an object 'quantization'")

@@ -89,7 +89,7 @@ class LayerTime:
 def layer_time(
     plan: Plan, config: MoEConfig, parallel: ParallelConfig, device: Device, demand: Demand
 ) -> LayerTime | None:
-    """Estimates the chosen pair's time under a demand; None where nothing is known of it (a CPU without rows).
+    """Estimates the chosen pair's time under a demand; None where no model knows the pair (on a CPU).
 
     Args:
         plan: of this layer with experts in order, for as many tokens.
@@ -104,8 +104,8 @@ def layer_time(
             f"a demand for {placement.num_experts} experts on {placement.parallel.ep_size} ranks: the layer has "
             f"{config.num_experts} on {parallel.ep_size}"
         )
-    if dispatch is None or experts is None:
-        return None
+    if dispatch is None or experts is None or not experts.parts or (dispatch.us and not dispatch.parts):
+        return None  # not known, or measured where there is no model to scale by
     even = ExpertPlacement(config.num_experts, parallel).in_slots(config)
     rounds = ceil_div(plan.tokens, plan.max_tokens_per_rank)
     batch = even, parallel, ceil_div(plan.tokens, rounds), device

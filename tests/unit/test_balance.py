@@ -390,7 +390,7 @@ def test_plan_experts_knows_models_by_name(capsys) -> None:
     assert "known are" in capsys.readouterr().err
 
 
-def test_plan_experts_says_when_it_does_not_pay(tiny, capsys) -> None:
+def test_plan_experts_says_when_it_does_not_pay(tiny, tmp_path, capsys) -> None:
     words = ["plan-experts", "--model", str(tiny), "--slots", "16", "--world", "4"]
     assert main([*words, "--tokens", "100000"]) == 0
     assert "It pays at 100000 tokens per rank, prefill" in capsys.readouterr().out
@@ -402,6 +402,10 @@ def test_plan_experts_says_when_it_does_not_pay(tiny, capsys) -> None:
     assert "8 slots or more stay empty in each layer" in said
     assert main(["plan-experts", "--slots", "16"]) == 2
     assert "nothing to plan for" in capsys.readouterr().err
+    sizes = {"num_hidden_layers": 1, "mlp_only_layers": [0]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
+    assert main(["plan-experts", "--slots", "16", "--model", str(tmp_path)]) == 2
+    assert "config.json: the qwen3_moe model has no MoE layers" in capsys.readouterr().err
     for more, says in (
         (["--experts", "4"], "--experts 4: --model says how many there are"),
         (["--counts", "no.json", "--zipf", "0.5"], "--zipf 0.5 stands for counts, and --counts names them"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 import torch
 from support.stand_ins import deepep as deepep_stand_in
 
-from eprt.bench import layer, placed
+from eprt.bench import layer, placed, report
 from eprt.bench.baselines import baselines
 from eprt.bench.dispatch import DispatchCase, DispatchTimes, dispatch_rows, measure_dispatch, transports
 from eprt.bench.plot import plot
@@ -246,6 +247,20 @@ def test_every_pair_of_a_layer_is_measured_or_left_out(tmp_path, capsys) -> None
     assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]
     assert found["command"].split()[0] == "eprt"
+
+
+def test_the_commit_is_never_that_of_a_project_around_the_package(tmp_path, monkeypatch) -> None:
+    """A virtual environment often lies in somebody's checkout."""
+    installed = tmp_path / "venv" / "eprt" / "bench" / "report.py"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    monkeypatch.setattr(report, "__file__", str(installed))
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *words], check=True)
+    assert report.commit() == ""
+    subprocess.run([*git, "add", "."], check=True)
+    assert len(report.commit()) == 41  # and "+"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ class TestReading:
     def test_modelopt_config_beside_the_models(self, folder):
         quantization = {"quant_algo": "NVFP4", "group_size": 16}
         (folder / QUANT_CONFIG).write_text(json.dumps({"producer": {}, "quantization": quantization}))
-        assert read_config(folder)["quantization_config"] == {"quant_method": "modelopt", **quantization}
+        for said in ("{}", '{"quantization_config": null}'):
+            (folder / CONFIG).write_text(said)
+            assert read_config(folder)["quantization_config"] == {"quant_method": "modelopt", **quantization}
         (folder / CONFIG).write_text('{"quantization_config": {"quant_method": "fp8"}}')
         assert read_config(folder / CONFIG)["quantization_config"] == {"quant_method": "fp8"}
 

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -276,6 +277,9 @@ def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
     monkeypatch.setattr(diagnosis, "_version", versions.get)
     monkeypatch.setattr(diagnosis.importlib.util, "find_spec", lambda name: object() if name == "deep_ep" else None)
     monkeypatch.setattr(diagnosis, "_has_nvshmem", lambda: False)
+    with monkeypatch.context() as slow:
+        slow.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("python", 120)))
+        assert diagnosis._import_error("deep_ep") == "not in 120 s"
     undefined = "ImportError: undefined symbol: _ZN3c104cuda9SetDevice"
     monkeypatch.setattr(diagnosis, "_import_error", lambda name: undefined)
     monkeypatch.setattr(diagnosis, "links", lambda: "\tGPU0\tGPU1\tCPU\nGPU0\t X \tPHB\t0-7\nGPU1\tPHB\t X \t0-7")

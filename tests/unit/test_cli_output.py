@@ -36,6 +36,7 @@ def shell(line: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[s
         ("$EPRT --help | true; exit ${PIPESTATUS[0]}", 141, ""),
         (f"$EPRT {EXPLAIN} --json > /dev/full 2> /dev/full", 74, ""),
         ("$EPRT explain --model /no/such 2> /dev/full", 2, ""),
+        ("$EPRT plan-experts --slots 8 --experts 8 2> >(true)", 0, ""),  # progress, to a reader who has gone
         (f"$EPRT {EXPLAIN} --json > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
     ],
 )

@@ -150,6 +150,10 @@ class TestQuantizationConfig:
         with pytest.raises(CheckpointError, match="has dtype F8_E4M3: expected BF16"):
             load_layer(folder, layer)
 
+    def test_a_tensor_named_like_those_of_all_experts(self, tmp_path):
+        extra = {f"{DOWN['qwen3_moe']}.weight".replace(".2.", ".*."): torch.zeros(1)}
+        assert refuses(r"experts\.\*\.down_proj\.weight' belongs", tmp_path, "qwen3_moe", extra) is CheckpointError
+
 
 NAN, INF = float("nan"), float("inf")
 FLOAT32 = [

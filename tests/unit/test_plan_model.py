@@ -174,7 +174,7 @@ def test_zipf_with_a_seed_has_the_same_shares_in_another_order() -> None:
 
 def test_recorded_ids_are_replayed_as_they_are(tmp_path) -> None:
     ids = torch.tensor([[0, 1], [2, 3], [0, 3]])
-    save_file({"7": ids, "3": ids + 2}, tmp_path / "ids.safetensors")
+    save_file({"7": ids.to(torch.uint16), "3": ids + 2}, tmp_path / "ids.safetensors")
     third, seventh = read_routing(str(tmp_path / "ids.safetensors"), 6, 2)
     assert (third.layer, seventh.layer) == (3, 7)
     assert seventh.draw(5, 2, seed=0).tolist() == [[0, 1], [2, 3], [0, 3], [0, 1], [2, 3]]
@@ -199,6 +199,7 @@ def test_recorded_ids_are_replayed_as_they_are(tmp_path) -> None:
         ("{folder}/few.json", "names fewer experts than a token chooses"),
         ("{folder}/ids.safetensors", "layer 0 is of 8 experts, top-3; asked for are 8, top-2"),
         ("{folder}/floats.safetensors", "expected \\[N, K\\] ids named by a layer's number"),
+        ("{folder}/complex.safetensors", "expected \\[N, K\\] ids named by a layer's number"),
         ("{folder}/names.safetensors", "expected \\[N, K\\] ids named by a layer's number"),
         ("{folder}/outside.safetensors", "names experts 1 to 8 of 8"),
         ("{folder}/empty.safetensors", "no layer in it"),
@@ -210,6 +211,7 @@ def test_what_is_no_routing(tmp_path, text: str, says: str) -> None:
     for name, tensors in {
         "ids": {"0": torch.tensor([[0, 1, 2]])},
         "floats": {"0": torch.ones(2, 2)},
+        "complex": {"0": torch.ones(2, 2, dtype=torch.complex64)},
         "names": {"first": torch.tensor([[0, 1]])},
         "outside": {"0": torch.tensor([[1, 8]])},
         "empty": {},
@@ -249,6 +251,24 @@ def test_even_routing_takes_what_the_plan_says(dispatcher: str, world: int, toke
     assert found.dispatch == pytest.approx(plan.chosen.dispatch.us)
     assert found.experts == pytest.approx(found.mean_experts) == pytest.approx(plan.chosen.experts.us)
     assert found.hottest_mb == pytest.approx(found.received_mb)
+
+
+def test_rows_of_a_cpu_say_nothing_of_skew(tmp_path, monkeypatch) -> None:
+    """No model of a CPU scales what `eprt tune` measured there."""
+    sizes = {"hidden": 64, "top_k": 2, "tokens": 8}  # of all ranks, and near enough of each
+    rows = {
+        "dispatch": {"payload": "bf16", "ranks": 2, **sizes, "us": {"torch": 5.0}},
+        "experts": {"weight_format": "bf16", "intermediate": 64, "local_experts": 4, "experts": 8, **sizes},
+    }
+    rows["experts"]["us"] = {"torch_grouped": 5.0}
+    tables = [{"kind": kind, "sm": 0, "source": "here", "rows": [row]} for kind, row in rows.items()]
+    (tmp_path / "plan.json").write_text(json.dumps(tables))
+    monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "plan.json"))
+    config, parallel, cpu = MoEConfig(8, 2, 64, 64), ParallelConfig(2), Device("cpu", 0)
+    plan = make_plan(config, parallel, RuntimeConfig(max_tokens_per_rank=6), cpu)
+    assert plan.chosen.us == 10.0
+    demand = Demand.of_slots(torch.tensor([[0, 1], [2, 4]]), ExpertPlacement(8, parallel))
+    assert layer_time(plan, config, parallel, cpu, demand) is None
 
 
 def test_bytes_of_the_hottest_rank_by_hand() -> None:

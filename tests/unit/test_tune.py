@@ -33,11 +33,12 @@ def test_what_was_measured_is_what_the_plan_goes_by(tmp_path: Path, monkeypatch,
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY))
     asked = ["--model", str(model), "--world", "2"]
-    assert main(["tune", *asked, "--device", "cpu", "--tokens", "4", "16", "--json"]) == 0
+    assert main(["tune", *asked, "--device", "cpu", "--tokens", "4", "16", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["path"] == str(tmp_path / "cache" / "plan.json")
     assert own_tables() == found["tables"]
     assert complaint(found["tables"]) == ""
+    assert found["cut"] == []
     experts, dispatch = found["tables"]
     assert [(row["tokens"], set(row["us"])) for row in experts["rows"]] == [
         (8, {"torch_grouped"}),
@@ -84,7 +85,8 @@ def test_what_takes_too_long_is_ended_and_said(tmp_path: Path, monkeypatch, caps
     assert [set(row["us"]) for row in dispatch["rows"]] == [{"none", "torch"}]
     assert main(["tune", *words[:-2], "1"]) == 0
     assert capsys.readouterr().out.count("not begun, the time was over") == 3
-    assert main(["tune", *words[:-2], "0"]) == 2
+    for seconds in ("0", "nan"):
+        assert main(["tune", *words[:-2], seconds]) == 2
 
 
 @pytest.mark.parametrize(
