@@ -32,7 +32,7 @@ from eprt.cli.ranks import Ranks, ranks, world_size
 from eprt.cli.run import checkpoint_directory
 from eprt.cli.terminal import Terminal, write
 from eprt.config import RuntimeConfig
-from eprt.errors import CheckpointError, ConfigError, one_block
+from eprt.errors import CheckpointError, ConfigError, InputError, one_block
 from eprt.models import family_for, has_family
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import flatten, integer
@@ -125,6 +125,7 @@ class _Task:
             for number, prompt in enumerate(prompts)
         ]
         longest = all_options.get("max_new_tokens") or max(1, all_options["max_length"] - min(map(len, ids), default=0))
+        _check_limits(all_options, prompts, ids)
         streams = (all_options.get("num_beams") or 1) == 1
         settings = Settings(arguments.max_tokens, arguments.batch, options, streams, bool(stops))
         journal = _journal(arguments, model, prompts)
@@ -166,6 +167,22 @@ def _check_stops(strings: list[str], tokenizer: Any) -> None:
     if tokenizer is None:
         raise ConfigError(f"stop strings {strings}: the checkpoint has no tokenizer to tell text by; add its files")
     stops_at(strings, tokenizer)
+
+
+def _check_limits(options: dict[str, Any], prompts: list[Prompt], ids: list[list[int]]) -> None:
+    """Raises ConfigError, InputError where generation_config.json doesn't go with the flags, or with a prompt."""
+    if options.get("do_sample") and (beams := options.get("num_beams") or 1) > 1:
+        raise ConfigError(
+            f"generation_config.json says num_beams {beams}, whose samples no --seed decides: set it to 1 there, or "
+            "give --temperature 0"
+        )
+    most = None if options.get("max_new_tokens") else options["max_length"]
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if most is not None and len(tokens) >= most:
+            raise InputError(
+                f"{prompt.where}: {len(tokens)} tokens, and generation_config.json's max_length is {most}, prompt "
+                "included: give --max-new-tokens"
+            )
 
 
 def _journal(arguments: Generate, model: str, prompts: list[Prompt]) -> Journal | None:

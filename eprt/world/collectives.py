@@ -175,6 +175,7 @@ class Collectives:
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, missing: int = 0) -> None:
         """Gathers every rank's x[n] to out[W * n], in rank order. Rows of lost ranks hold `missing`."""
+        self.require_open()
         alone, whole = len(self._ranks) == 1, len(self._ranks) == self.size
         found = x if alone else out if whole else x.new_empty((len(self._ranks) * x.shape[0], *x.shape[1:]))
         if not alone:
@@ -187,6 +188,7 @@ class Collectives:
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Sums this rank's n rows of every rank's x[W * n] to out[n]."""
+        self.require_open()
         if len(self._ranks) < self.size:
             parts = x.chunk(self.size)
             x = torch.cat([parts[rank] for rank in self._ranks])
@@ -204,6 +206,7 @@ class Collectives:
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_splits: list[int], in_splits: list[int]) -> None:
         """Sends rows of x to ranks by in_splits [W]; out receives theirs by out_splits, which must be what they send.
         Both are 0 for lost ranks."""
+        self.require_open()
         if len(self._ranks) == 1:
             out.copy_(x)
         else:
@@ -222,6 +225,7 @@ class Collectives:
 
     def gather_attention_tp(self, x: torch.Tensor) -> torch.Tensor:
         """Gathers [n, ...] of each attention-TP rank to [attention_tp_size * n, ...] on all of them."""
+        self.require_open()
         size = self.parallel.attention_tp_size
         if size == 1:
             return x

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,13 +91,24 @@ def start_up(timeout_s: float) -> Iterator[list[Guard]]:
     except BaseException as error:
         at_exit_leave(if_uncaught=True)
         atexit.register(await_late)  # before it leaves
+        found = _of_start_up(error)
         for guard in guards:
-            guard.leave(f"raised: {type(error).__name__}: {error}")
+            guard.leave(f"raised: {type(found).__name__}: {found}")
             guard.close(timeout_s if hosts_store(guard.rank) else 0.0)
-        if isinstance(error, RuntimeError) and not isinstance(error, EprtError):
-            message = f"a rank was lost while the World was made: {one_block(str(error))}. Restart the job."
-            raise RankLost(message, -1, "unknown") from error
+        if found is not error:
+            raise found from error
         raise
+
+
+def _of_start_up(error: BaseException) -> BaseException:
+    """Returns the error as eprt's own where this process lacks descriptors, or where torch has lost a rank."""
+    if os.strerror(errno.EMFILE) in str(error) and getattr(error, "rank", -1) < 0:  # not a peer's, who has a name
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return ConfigError(f"at most {files} open files here, too few to connect to all ranks: raise `ulimit -n`")
+    if isinstance(error, RuntimeError) and not isinstance(error, EprtError):
+        message = f"a rank was lost while the World was made: {one_block(str(error))}. Restart the job."
+        return RankLost(message, -1, "unknown")
+    return error
 
 
 def host_device(device: torch.device | str) -> torch.device:
@@ -153,7 +166,12 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: st
             message = f"{where}: MASTER_ADDR={shown(address)} resolves to nothing on this host ({why})"
         elif hosts_store(rank) and int(os.environ["MASTER_PORT"]) not in _SERVED:
             why = one_block(str(error).partition("\n")[0])
-            message = f"{where} can't be served: {why}. Give each job a MASTER_PORT that no other process has"
+            if "listen" in why:
+                message = f"{where} can't be served: {why}. Give each job a MASTER_PORT that no other process has"
+            else:  # it listens, and what it reaches there isn't itself
+                message = (
+                    f"{where} isn't rank 0's: {why}. Set MASTER_ADDR to an address of this host, which rank 0 is on"
+                )
         else:
             message = f"{where} didn't answer within {timeout_s:g} s: {host} serves it, and hasn't started or has ended"
         raise RankLost(f"{message}. Restart the job.", -1, "store") from error

@@ -281,7 +281,8 @@ class Guard(Verdicts):
         """Returns where the connection of two ranks should have been made: the higher one calls the lower."""
         called, caller = sorted(pair)
         host, port = self.met.addresses[called]
-        return f"; rank {caller} can't connect to {host} port {port}, where rank {called} listens: is there a firewall?"
+        where = f"rank {caller} can't connect to {host} port {port}, where rank {called} listens"
+        return f"; {where}: is there a firewall? Or has one of them too few open files (`ulimit -n`)?"
 
     def _heard(self, rank: int, message: Any) -> None:
         """Handles a peer's message in the guard's thread. Peers proved who they are; what they say is still checked."""

@@ -219,6 +219,16 @@ def test_options_and_files_are_refused_before_ranks_start(
     [
         ("tokenizer.json", {}, "its tokenizer can't be loaded"),
         ("config.json", {"model_type": ["gpt_oss"]}, "model_type ['gpt_oss'] is not supported"),
+        (
+            "generation_config.json",
+            {"do_sample": True, "num_beams": 2},
+            "num_beams 2, whose samples no --seed decides: set it to 1 there, or give --temperature 0",
+        ),
+        (
+            "generation_config.json",
+            {"max_length": 7},
+            "example: 7 tokens, and generation_config.json's max_length is 7",
+        ),
     ],
 )
 def test_a_checkpoint_is_refused_before_ranks_start(
@@ -226,7 +236,7 @@ def test_a_checkpoint_is_refused_before_ranks_start(
 ) -> None:
     path = shutil.copytree(tiny, tmp_path / "model") / file
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | fields))
-    assert main([*WORDS, "--model", str(path.parent)]) == 2
+    assert main([*WORDS[:3], "--model", str(path.parent)]) == 2
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1

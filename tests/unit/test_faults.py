@@ -119,7 +119,8 @@ def test_a_blocked_port_is_named_with_the_word_firewall() -> None:
     assert len(messages) == 3
     for message in messages:
         assert re.search(
-            r"rank 2 can't connect to 127\.0\.0\.1 port \d+, where rank 0 listens: is there a firewall", message
+            r"rank 2 can't connect to 127\.0\.0\.1 port \d+, where rank 0 listens: is there a firewall\? .*`ulimit -n`",
+            message,
         )
 
 

@@ -144,8 +144,15 @@ def test_resources_are_counted_and_lazy_work_after_warmup_is_an_error(pools) -> 
 
 def test_use_after_close_is_a_typed_error_and_a_new_world_works() -> None:
     for found in launch(jobs.use_after_close, 2):
-        assert [line.split(":")[0] for line in found] == ["UsageError"] * 3
+        assert [line.split(":")[0] for line in found] == ["UsageError"] * 7
         assert all("closed" in line for line in found)
+
+
+def test_too_few_open_files_are_named_on_all_ranks() -> None:
+    other, mine = launch(jobs.without_descriptors, 2)
+    assert mine.startswith("ConfigError: at most")
+    assert mine.endswith("raise `ulimit -n`")
+    assert other.startswith("RankLost: rank 1 raised: ConfigError: at most")
 
 
 def test_a_closed_world_gives_its_threads_and_descriptors_back() -> None:
@@ -276,6 +283,17 @@ def test_a_port_that_another_process_has_is_named(monkeypatch) -> None:
         with pytest.raises(RankLost, match=r"can't be served: .*EADDRINUSE.* Give each job a MASTER_PORT") as failure:
             World.from_env("cpu", timeout_s=5.0)
     assert "\n" not in str(failure.value)
+
+
+def test_an_address_of_another_host_is_named_where_rank_0_cannot_reach_itself(monkeypatch) -> None:
+    """192.0.2.1 is nobody's; torch's words for it."""
+    names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(free_port())}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    said = "The client socket has timed out after 5000ms while trying to connect to (192.0.2.1, 29500)."
+    monkeypatch.setattr(groups, "_job_store", Mock(side_effect=dist.DistNetworkError(said)))
+    with pytest.raises(RankLost, match=r"at 192\.0\.2\.1:\d+ isn't rank 0's: .* Set MASTER_ADDR to an address of this"):
+        World.from_env("cpu", timeout_s=5.0)
 
 
 @pytest.mark.parametrize("timeout_s", [-1, 0, float("nan"), float("inf"), 1e300, "60", None, True])

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eprt.errors import ConfigError, EprtError, InputError
 from eprt.integrations.transformers.agreement import ForwardAgreement, agreement_of, lockstep
 from eprt.integrations.transformers.options import option_of
+from eprt.json_files import shown
 from eprt.rounding import round_up
 from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
@@ -48,10 +49,11 @@ def generate(
     """Continues this rank's prompts. Collective: every rank calls it, with as many prompts as it has, or none.
 
     Prompts are taken `batch_size` at a time, padded on the left; fewer where `RuntimeConfig.max_tokens_per_rank`
-    doesn't hold them. A longer prompt needs `prefill_chunk_size=` or a larger capacity. A rank whose prompts are
-    finished computes for the others until all are; no rank waits for another's batch to end. Models whose attention
-    carries state (linear attention, Mamba, convolutions, compressed keys) count padding as tokens: prompts of equal
-    length share a batch there, which a warning says once.
+    doesn't hold them. A longer prompt passes through the layers in rounds; under `strict_capacity` it needs
+    `prefill_chunk_size=` or a larger capacity. A rank whose prompts are finished computes for the others until all are;
+    no rank waits for another's batch to end. Models whose attention carries state (linear attention, Mamba,
+    convolutions, compressed keys) count padding as tokens: prompts of equal length share a batch there, which a warning
+    says once.
 
     Args:
         model: one with expert-parallel layers: `parallelize(model, world)`, or `ep_implementation="eprt"`.
@@ -234,7 +236,10 @@ def _record_ends(model: Any, given: dict[str, Any], stops: set[int], prompt_leng
 def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]:
     """Returns the tokens that end a sequence, and the one that pads short prompts and finished ones."""
     ends, pad = (option_of(model, options, name) for name in ("eos_token_id", "pad_token_id"))
-    stops: set[int] = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+    try:
+        stops: set[int] = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"eos_token_id={shown(ends)}: expected a token id, or a list of them") from error
     known = [*([] if pad is None else [int(pad)]), *sorted(stops)]
     return stops, next((token for token in known if token >= 0), 0)  # files say -1 where there is none
 
@@ -270,11 +275,11 @@ def _checked(model: Any, number: int, prompt: Sequence[int] | torch.Tensor) -> t
     return ids
 
 
-def _check(model: nn.Module, world: World | None, batch_size: int, options: dict[str, Any]) -> None:
+def _check(model: nn.Module, world: World | None, batch_size: Any, options: dict[str, Any]) -> None:
     if world is not None and world is not agreement_of(model).world:
         raise ConfigError("the model was parallelized over another World: pass that one, or none")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size {batch_size}: must be at least 1")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size {shown(batch_size)}: must be an int of at least 1")
     config = options.get("generation_config")
     for name, ordinary in _ONE_LIST.items():
         value = options.get(name, getattr(config, name, None))
@@ -287,11 +292,15 @@ def _check(model: nn.Module, world: World | None, batch_size: int, options: dict
             raise ConfigError(f"{name} is set by generate itself (streaming: on_token)")
 
 
-def _check_seeds(model: nn.Module, count: int, seeds: Sequence[Any], options: dict[str, Any]) -> None:
-    if len(seeds) != count or not all(isinstance(seed, int) and abs(seed) < 1 << 63 for seed in seeds):
-        raise ConfigError(f"{len(seeds)} seeds for {count} prompts: expected an integer of 64 bits for each")
+def _check_seeds(model: nn.Module, count: int, seeds: Any, options: dict[str, Any]) -> None:
+    fit = isinstance(seeds, Sequence) and all(isinstance(seed, int) and abs(seed) < 1 << 63 for seed in seeds)
+    if not fit or len(seeds) != count:
+        raise ConfigError(f"seeds {shown(seeds)} for {count} prompts: expected a list with an int of 64 bits for each")
     if (beams := option_of(model, options, "num_beams") or 1) > 1:
-        raise ConfigError(f"seeds with num_beams={beams}: beams share their random numbers; give torch.manual_seed")
+        raise ConfigError(
+            f"seeds with num_beams={beams}: beams share their random numbers; pass num_beams=1, or torch.manual_seed "
+            "instead of seeds"
+        )
 
 
 class _Streamer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from eprt.config import RuntimeConfig
@@ -216,6 +217,12 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     model.requires_grad_(True)
     attempt("backward", lambda: model(ids).logits.sum().backward())
     attempt("seeds", lambda: generate(model, [[5]], seeds=[1, 2]))
+    attempt("a seed of numpy's", lambda: generate(model, [[5]], seeds=[np.int64(7)]))
+    attempt("one seed", lambda: generate(model, [[5]], seeds=7))
+    attempt("seeds of beams", lambda: generate(model, [[5]], seeds=[7], do_sample=True, num_beams=2))
+    attempt("half a batch", lambda: generate(model, [[5]], batch_size=0.5))
+    attempt("a half more", lambda: generate(model, [[5]], batch_size=2.5))
+    attempt("an end in text", lambda: generate(model, [[5]], eos_token_id="</s>"))
     attempt("stop strings", lambda: generate(model, [[5]], stop_strings=["a"]))
     attempt("graphs", lambda: generate(model, [[5]], graphs=8))
     two, cache = [[5], [6]], DynamicCache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import random
@@ -166,11 +167,29 @@ def use_after_close(context) -> list[str]:
     dispatcher = make_dispatcher("none", world, CONFIG, RuntimeConfig())
     world.close()
     world.close()
-    for call in (world.barrier, lambda: _step(dispatcher, 1), lambda: world.resource("x", lambda: 1)):
+    one, all_ = torch.ones(1), torch.ones(context.size)
+    each = [1] * context.size
+    for call in (
+        world.barrier,
+        lambda: _step(dispatcher, 1),
+        lambda: world.resource("x", lambda: 1),
+        lambda: world.all_gather(all_, one),
+        lambda: world.reduce_scatter(one, all_),
+        lambda: world.all_to_all(all_, all_.clone(), each, each),
+        lambda: world.gather_attention_tp(one),
+    ):
         found.append(said(call))
     again = context.world(timeout_s=20.0)
     _step(make_dispatcher("none", again, CONFIG, RuntimeConfig()), 1)
     return found
+
+
+def without_descriptors(context) -> str:
+    """What a World says whose rank 1 can't open one more file."""
+    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    broken = mock.patch("eprt.world.init_default_group", side_effect=full)
+    with broken if context.rank == 1 else contextlib.nullcontext():
+        return said(lambda: World.from_env("cpu", timeout_s=5.0))
 
 
 def split_of_a_second_default_group(context) -> list[int]:
