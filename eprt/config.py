@@ -90,8 +90,9 @@ class Activation:
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
-        """Returns alpha, beta, limit (0: none) and the cubic factor c of the one formula of gated kinds, swiglu's with
-        `sigmoid(alpha * (g + c * g ** 3))`: as (1 + tanh(x)) / 2 is sigmoid(2 * x), GELU's approximation is one."""
+        """Returns alpha, beta, limit (0: none) and c of the one formula of gated kinds: swiglu's, with
+        `sigmoid(alpha * (g + c * g ** 3))`. GELU's tanh approximation has that form, as (1 + tanh(x)) / 2 is
+        sigmoid(2 * x)."""
         if self.kind == "geglu":
             return math.sqrt(8 / math.pi), 0.0, 0.0, 0.044715
         return float(self.alpha), float(self.beta), float(self.limit or 0.0), 0.0

@@ -17,7 +17,7 @@ from eprt.weights import ExpertWeights
 
 
 class Prepared(Protocol):
-    """What is needed here of a PreparedExecutor."""
+    """Says what is needed here of a PreparedExecutor."""
 
     config: MoEConfig
     shard: ExpertShard

@@ -33,7 +33,7 @@ def _aligned(size: int) -> int:
 
 
 def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `grouped_mm` runs without a host sync there."""
+    """Returns whether `grouped_mm` runs without a host sync there."""
     if device.type == "cpu":
         return True
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -252,7 +252,9 @@ class Router(nn.Module):
         """Brings a change in place to what CUDA graphs of the kernels read: they may hold a copy of a tensor. Each of
         `StepGraphs` and `layer_graphs` asks its layers' routers to before a replay."""
         made_of, fused = self._fused
-        if fused is not None and any(now is not None and version != _version(now) for _, now, version in made_of):
+        if fused is None or not fused.copies:
+            return
+        if any(now is not None and version != _version(now) for _, now, version in made_of):
             self._renewed()
 
     def _renewed(self) -> FusedRouter | None:

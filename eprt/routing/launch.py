@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -160,6 +161,9 @@ class FusedRouter:
     Args:
         weight: [E, H] bf16, or float32 with float32 logits; read at each call if it is bf16, contiguous and at a
             multiple of 16 bytes, else copied now. The other tensors as in `routing.Router`, contiguous copies too.
+
+    Attributes:
+        copies: whether any was copied.
     """
 
     def __init__(
@@ -176,6 +180,7 @@ class FusedRouter:
         self._parts = _readable(weight)
         self._shape = (weight.shape[0], weight.shape[1])
         self._bias, self._correction, self._table = map(_contiguous, (bias, correction_bias, token_table))
+        self.copies = any(self._copied(weight, bias, correction_bias, token_table))
         self._top_k, self._dtype = top_k, rounding.method
         self._gemms: dict[int, LogitsGemm] = {}  # by the number of the tiling
         self._choices: dict[tuple[int, torch.dtype | None, torch.dtype | None], CachedKernel] = {}
@@ -190,9 +195,14 @@ class FusedRouter:
         """
         now = _readable(weight), *map(_contiguous, others)
         with torch.inference_mode():  # which writes tensors that were made in it or outside
-            for held, new in zip((self._parts, self._bias, self._correction, self._table), now, strict=True):
-                if held is not None and new is not None and held.data_ptr() != new.data_ptr():
-                    held.copy_(new)
+            for held, new in self._copied(*now):
+                held.copy_(new)
+
+    def _copied(self, *given: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields (what is read, the tensor) of the given ones that aren't read themselves."""
+        for held, tensor in zip((self._parts, self._bias, self._correction, self._table), given, strict=True):
+            if held is not None and tensor is not None and held.data_ptr() != tensor.data_ptr():
+                yield held, tensor
 
     def topk(self, hidden: torch.Tensor, token_ids: torch.Tensor | None, padding: torch.Tensor | None = None) -> TopK:
         """Returns the TopK of hidden states [T, H] bf16 (and token ids [T] for `hash`), both checked. Tokens that

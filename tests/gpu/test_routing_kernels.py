@@ -318,6 +318,7 @@ def test_graph_replays_with_other_tokens(name):
 def test_what_was_copied_is_brought_up_to_date_where_it_lies(name):
     case, other = Case(name, 8), Case(name, 9)
     fused, first = case.fused(), case.fused().topk(case.hidden, None)
+    assert fused.copies
     at = fused._parts.data_ptr()
     case.weight.copy_(other.weight)
     case.bias = other.bias

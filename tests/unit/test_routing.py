@@ -234,7 +234,7 @@ def test_refusals(error, text, call):
 
 
 def test_a_change_in_place_is_brought_to_what_graphs_read():
-    router, fused = Router(torch.randn(E, H), Routing(), K), Mock()
+    router, fused = Router(torch.randn(E, H), Routing(), K), Mock(copies=True)
     made_of = [(name, each, 0 if each is None else each._version) for name, each in router._buffers.items()]
     router._fused = made_of, fused
     router.refresh()
