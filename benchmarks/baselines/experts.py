@@ -6,6 +6,8 @@ Each gets eprt's canonical weights of one rank's share and lays them out as its 
 - `transformers grouped_mm`: the experts block of a transformers model under `experts_implementation="grouped_mm"`.
 - `vllm ...` (`vllm_experts.py`): vLLM's modular kernel over its own Triton experts, Marlin, CUTLASS, DeepGEMM, or
   OpenAI's triton_kernels, which its wheel includes.
+- `deep_gemm mega` (`mega_moe.py`): DeepGEMM's one kernel for a whole layer, on one rank. nvcc compiles it for each
+  number of tokens, so it is measured only by name.
 - `flashinfer cutlass`: `cutlass_fused_moe` on bf16 weights. FlashInfer compiles it for more than 20 minutes unless
   flashinfer-jit-cache is installed, so it is measured only by name.
 """
@@ -29,6 +31,7 @@ from eprt.tokens import FlatTokens
 from eprt.weights import ExpertWeights
 
 from .direct import Call, Make, dense
+from .mega_moe import mega_moe
 from .vllm_experts import cutlass, deep_gemm, marlin, triton, triton_kernels
 
 # Relative norm against the reference: activations in bf16; in FP8; MXFP4 weights times activations in bf16 or FP8.
@@ -181,6 +184,13 @@ EXPERTS: dict[str, ExpertsBaseline] = {
     "vllm deep_gemm": ExpertsBaseline(deep_gemm, _VLLM, ("fp8_block",), sm=(90, 999)),
     "vllm triton_kernels": ExpertsBaseline(triton_kernels, _VLLM, ("mxfp4",), sm=(90, 999), plain=False),
     "vllm marlin": ExpertsBaseline(marlin, _VLLM, ("mxfp4", "int4"), plain=False),
+    "deep_gemm mega": ExpertsBaseline(
+        mega_moe,
+        Requirement("deep_gemm", ("sgl-deep-gemm",), "0.1.5"),
+        ("fp8_block",),
+        sm=(90, 90),
+        named_only=True,
+    ),
     "flashinfer cutlass": ExpertsBaseline(
         flashinfer_cutlass,
         Requirement("flashinfer", ("flashinfer-python",), "0.6.18"),
