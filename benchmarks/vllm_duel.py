@@ -4,7 +4,8 @@
 
 Needs GPUs, vLLM 0.26 to 0.33 and no network. Models have the real widths, few layers and random weights that it makes
 itself: a gpt-oss checkpoint in MXFP4, vLLM's own dummy weights for the others (there routing is made lively again after
-loading; the experts' numbers are tiny, which changes no kernel). Data parallelism over all ranks, experts as well.
+loading; the experts' numbers are tiny, which changes no kernel). gemma-4 needs `--warm no` and, unless FlashAttention 4
+is installed, `--attention TRITON_ATTN`. Data parallelism over all ranks, experts as well.
 
 `--dp 1` is one GPU, and `--tp` tensor parallelism without expert parallelism. `--plugins none none:marlin eprt` has
 both of vLLM's backends as peers: the quicker one is compared. `--prefill 48 --mixed 256` time prompts as well.
@@ -36,6 +37,7 @@ def main() -> int:
     options.add_argument("--prefill", type=int, default=0, help="also: so many prompts of 1024 tokens, one token each")
     options.add_argument("--mixed", type=int, default=0, help="also: so many prompts of 512 tokens, 64 tokens each")
     options.add_argument("--all2all", help="vLLM's all2all backend; default its own choice")
+    options.add_argument("--attention", help="vLLM's attention backend; default its own choice")
     options.set_defaults(alone=0, turns=None, environment={})  # what vllm_invariant.py asks of an engine
     return duel.play(options, "vLLM", ENTRY, run, most_tokens, limit)
 

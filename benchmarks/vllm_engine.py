@@ -110,6 +110,8 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
         settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 3 << 30}
     if a.all2all:
         settings["all2all_backend"] = a.all2all
+    if a.attention:
+        settings["attention_backend"] = a.attention
     if a.backend:
         settings["moe_backend"] = a.backend
     if a.options:
@@ -218,7 +220,7 @@ def lively() -> Callable[[Any], None]:
                 parameter.data.fill_(1.0)
             elif name.endswith("e_score_correction_bias"):
                 parameter.data.zero_()
-            elif name.endswith(".gate.weight"):
+            elif name.endswith((".gate.weight", ".router.proj.weight")):
                 parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
             elif "embed_tokens" in name:
                 parameter.data.normal_()

@@ -57,6 +57,31 @@ WIDE_QWEN3 = QWEN3 | {
     "num_experts": 256,
     "quantization_config": FP8,
 }
+# Gemma-4-26B-A4B's text model: five layers of a sliding window to one whose heads are twice as wide.
+GEMMA4 = COMMON | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "vocab_size": 262144,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 262144,
+    "final_logit_softcapping": 30.0,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+    "eos_token_id": 1,
+}
 TINY = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -73,11 +98,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-30b-fp8": QWEN3 | {"quantization_config": FP8},
     "qwen3-fp8": WIDE_QWEN3,
     "deepseek-v3": DEEPSEEK_V3,
+    "gemma-4": GEMMA4,
 }
 GPT_OSS = {"gpt-oss": 128, "gpt-oss-20b": 32}  # experts
 LOUD = 32.0  # an embedding's size beside what a layer adds
 MODELS = (*GPT_OSS, *CONFIGS)
-LAYERS = {"gpt-oss": 12, "gpt-oss-20b": 24, "qwen3": 24, "qwen3-30b-fp8": 48, "qwen3-fp8": 4, "deepseek-v3": 5}
+LAYERS = {
+    "gpt-oss": 12,
+    "gpt-oss-20b": 24,
+    "qwen3": 24,
+    "qwen3-30b-fp8": 48,
+    "qwen3-fp8": 4,
+    "deepseek-v3": 5,
+    "gemma-4": 30,
+}
 
 
 def make_model(name: str, layers: int, models_in: Path, *, tiny: bool) -> Path:
