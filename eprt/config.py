@@ -163,6 +163,8 @@ class MoEConfig:
         top_k: K, experts a token visits.
         hidden_size: H, the width experts see (the latent width where `model_hidden_size` is set).
         intermediate_size: I, of one expert, before any sharding.
+        activation, routing: what comes between an expert's two matrices, and how a token's experts are chosen.
+        shared: the dense expert beside the routed ones, or None.
         model_hidden_size: the model's own width if the experts live in a latent dimension (Nemotron-H), else None.
         bias: both expert matrices carry a bias (gpt-oss).
         weight_on_input: the router's weight multiplies the expert's input, not its output (Llama 4). top_k must be 1.
