@@ -163,6 +163,8 @@ class MoEConfig:
         top_k: K, experts a token visits.
         hidden_size: H, the width experts see (the latent width where `model_hidden_size` is set).
         intermediate_size: I, of one expert, before any sharding.
+        activation, routing: what comes between an expert's two matrices, and how a token's experts are chosen.
+        shared: the dense expert beside the routed ones, or None.
         model_hidden_size: the model's own width if the experts live in a latent dimension (Nemotron-H), else None.
         bias: both expert matrices carry a bias (gpt-oss).
         weight_on_input: the router's weight multiplies the expert's input, not its output (Llama 4). top_k must be 1.
@@ -278,22 +280,23 @@ class RuntimeConfig:
         dispatcher, executor: a name from their tables, or "auto" (`eprt explain` shows the choice).
         max_tokens_per_rank: capacity; every buffer is sized from it. A larger batch passes through the layer in rounds
             of at most so many tokens a rank, as many on every rank.
-        strict_capacity: raise CapacityError on every rank instead.
+        strict_capacity: raise CapacityError for a larger batch, on every rank, instead of rounds.
         payload: number format in which tokens travel to the experts; None is their own. `nvfp4` takes the checkpoint's
             calibrated `input_scale` (largest of all ranks) as its second-level scale, or 1 where it has none.
         combine_payload: number format in which the experts' outputs travel back; None is the tokens' own. `fp8`, an
             explicit accuracy trade, casts them to E4M3 without a scale: between 2^-6 and 448 rounding changes a number
             by at most 2^-4 of itself, 2% to 3% in norm; what is larger, infinity too, becomes 448; below 2^-6 the steps
             are 2^-9, so what is under 2^-10 is lost. Only for outputs known to lie in that range.
-        on_rank_lost: "restart": who is left raises RankLost and ends, for the launcher to start the job again.
-            "continue": `World.shrink` may go on without ranks that are lost, or leave on purpose; what their experts
-            would have added is missing then, which is another function than the model's, and the other weights stay as
-            they are. "renormalize": a token's other weights are scaled to the sum that all of them had. The plan leaves
-            out dispatchers that can't, and says which can only between two steps.
+        on_rank_lost: "restart": who is left raises RankLost and ends, for the launcher to start it again. "continue":
+            `World.shrink` may go on without ranks that are lost, or leave on purpose. What their experts would have
+            added is missing then, which is another function than the model's. "renormalize": the same, but a token's
+            other weights are scaled to the sum that all of them had. The plan leaves out dispatchers that can't, and
+            says which can only between two steps.
         token_format: force the format between dispatcher and executor; None lets the plan choose.
         validate: "cheap" checks what the host knows without a device sync; "full" also checks values (ids in range,
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
-        phase: which row of the measured tables the automatic choice uses.
+        phase: what "auto" chooses for: `decode` is up to 128 tokens a rank, `prefill` max_tokens_per_rank of them. And
+            how replicas of an expert share its tokens: in `decode` one of them takes all, in `prefill` each in turn.
         deterministic: ask executors for run-to-run identical sums. `humming`'s then don't depend on the rest of the
             batch either.
         batch_invariant: a token's experts give the same bits whatever else is in the batch, on whichever rank, in
@@ -304,8 +307,8 @@ class RuntimeConfig:
             error against float32 is then 4% to 5% in norm instead of 0.3%, with FP8 weights and with MXFP4.
         layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
             replay: for a model whose attention can't be captured. Calls without a known R, or with a routing of the
-            caller's own, run as they are. `eprt.StepGraphs` captures more and is faster. None: in models that
-            `parallelize` changed, on GPUs, where the pair can be captured; False elsewhere.
+            caller's own, run as they are. `eprt.StepGraphs` captures more and is faster. None: only in models that
+            were given to `parallelize`, on several GPUs, where dispatcher and executor can be captured.
     """
 
     dispatcher: str = "auto"

@@ -62,7 +62,7 @@ class RankLost(EprtError, RuntimeError):
 
     Attributes:
         rank: the lost rank (in the World's numbering), or -1 where nobody is named: the control store itself is gone,
-            or torch reported a failure of its own.
+            the network is cut in two halves, or torch reported a failure of its own.
         why: `silent` | `exited` | `raised` | `left` | `behind` | `foreign` (two processes say they are that rank) |
             `store` | `unknown` (torch's error names nobody).
         ranks: all that were lost at the same moment, `rank` first of them.

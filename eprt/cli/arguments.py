@@ -78,8 +78,8 @@ class _LowPrecision:
 class Run(_Ranks, _TensorParallel, _Pair, _Plugins, _Json):
     """Drive a checkpoint's MoE layers on several ranks and check every output.
 
-    Starts the ranks itself, or is one of them if torchrun started it. Exit code 0: every output is within tolerance;
-    1: one is not; 2: something can't work as asked; 75: a rank was lost.
+    Starts the ranks itself, or is one of them if torchrun started it. Exit code 0: every output is within tolerance; 1:
+    one is not; 2: something can't work as asked; 75: a rank was lost.
     """
 
     model: Path | None = None
@@ -95,8 +95,7 @@ class Generation:
     """Options of transformers' GenerationConfig, by its names."""
 
     max_new_tokens: int | None = None
-    """Tokens to add to each prompt, at most. Default of this and the following: the checkpoint's
-    generation_config.json, else 32, greedily."""
+    """Tokens to add to each prompt, at most."""
     temperature: float | None = None
     """0 is greedy; above, tokens are sampled."""
     top_p: float | None = None
@@ -116,24 +115,22 @@ class Generate(_Ranks, Generation, _Plugins):
     """Continue prompts with a transformers model whose experts are spread over several ranks; JSON lines in and out.
 
     Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout (or --output) as they are
-    finished, progress and tokens/s to stderr.
+    finished, progress and tokens/s to stderr. Options of generation that aren't given are those of the checkpoint's
+    generation_config.json, else the most probable tokens are taken, 32 of them at most.
     """
 
     model: Path | None = None
     """Checkpoint directory (safetensors + config.json) or hub id. Without one, a tiny gpt-oss in MXFP4 is made."""
     prompts: Path | None = None
-    """JSON lines: {"prompt": "text" or [token ids]}, or {"messages": [{"role": ..., "content": ...}, ...]} for the
-    model's chat template, with any other keys; - is stdin. Without it, a few of the tiny model."""
+    """JSON lines: {"prompt": "text" or [ids]} or {"messages": [...]}; - is stdin. Default: some for the tiny model."""
     output: Path | None = None
-    """Write results to this file, whose first line says what made it. The same command goes on where it was ended;
-    answers of another model, other prompts or other options are left alone, and so are other files."""
+    """Write results to this file. The same command goes on where it was ended; any other file is left alone."""
     seed: int = 0
     """Seed of the sampling, from which each prompt has one by its number, unless its line has a "seed" of its own."""
     batch: int = 8
     """Prompts that each rank continues at once, of equal length where the model's attention carries state."""
     graphs: bool = False
-    """Replay decode steps from CUDA graphs, where model, dispatcher and executor can be captured: the default on
-    GPUs."""
+    """Replay decode steps from CUDA graphs, where model and layers can be captured: the default on GPUs."""
     no_graphs: bool = False
     """Run every decode step eagerly."""
     max_tokens: int = 4096
@@ -205,8 +202,7 @@ class Warm(_TensorParallel, _Plugins, _Json):
     world: int = 1
     """Ranks."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    """Settings that a layer will be built with. vLLM's plugin has its --max-num-batched-tokens as
-    --max-tokens-per-rank."""
+    """Settings that a layer will be built with. For vLLM, --max-tokens-per-rank is its --max-num-batched-tokens."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -233,8 +229,7 @@ class PlanExperts(_Plugins, _Json):
     """Plan where replicas of experts lie: balance before and after, and whether it pays. Needs no GPU."""
 
     slots: int
-    """Physical expert slots on all ranks together. Slots beyond the model's experts hold replicas, or stay empty where
-    a replica would relieve no rank that matters."""
+    """Places for experts on all ranks together. Those beyond the experts hold replicas, or stay empty if none pays."""
     counts: Path | None = None
     """How often experts are chosen, as eprt.balance.write_counts writes it; without it, Zipf."""
     zipf: float = 1.1
@@ -270,14 +265,13 @@ class Doctor(_Plugins, _Json):
     run: bool = False
     """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
     faults: bool = False
-    """Also break ranks on purpose (kill, stop, raise, leave, skip, sleep), time how soon the others report it, and see
-    that they go on without the lost rank where they are to."""
+    """Also break ranks on purpose, time how soon the others report it, and see that they go on where they are to."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Ranks of --faults: gloo ranks on the CPU, or one for each GPU, on every dispatcher that can run there."""
     trials: int | None = None
-    """How many cells of the fault matrix --faults runs, 2 to 10 s each. Default: 20 on the CPU, all on GPUs."""
+    """How many faults --faults tries, 2 to 10 s each. Default: 20 on the CPU, all on GPUs."""
     seeds: tuple[int, ...] = (0,)
-    """Orders of the CPU's matrix, of each of which --faults runs the first --trials cells."""
+    """Each is an order of the CPU's faults, of which --faults tries the first --trials."""
     jobs: int = 1
     """Trials of --faults at a time; on GPUs most of a trial is starting and waiting, so 10 on 64 cores are faster."""
     world: int = 4
@@ -293,7 +287,11 @@ class Doctor(_Plugins, _Json):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLayer(_Ranks, _Pair, _LowPrecision, PlottedBench):
-    """Time of each phase of a layer, and what the layer adds to the same steps by hand."""
+    """Time of each phase of a layer, and what the layer adds to the same steps by hand.
+
+    --routing takes uniform, zipf:1.1 (hot experts are neighbours), zipf:1.1:SEED (hot experts are random), counts as
+    eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] per layer, .safetensors).
+    """
 
     shapes: tuple[str, ...] = ("tiny",)
     """Sizes of the layer: tiny, or those of `eprt bench experts` (gpt-oss-120b, qwen3-30b-a3b, ...)."""
@@ -302,9 +300,7 @@ class BenchLayer(_Ranks, _Pair, _LowPrecision, PlottedBench):
     every_pair: bool = False
     """Each dispatcher with each executor that works here, of those asked for, instead of the plan's choice."""
     routing: str | None = None
-    """Measure replicas instead, on these choices: uniform, zipf:1.1 (hot experts are neighbours), zipf:1.1:SEED (hot
-    experts are random), counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] per layer,
-    .safetensors)."""
+    """Measure replicas instead, with experts chosen like this."""
     replicas: int | None = None
     """With --routing: slots beyond the number of experts, planned from the same choices; default 0."""
     placement: Path | None = None
@@ -313,7 +309,11 @@ class BenchLayer(_Ranks, _Pair, _LowPrecision, PlottedBench):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The worlds and layers that --simulate sends through the dispatchers' bytes and the plan's cost model."""
+    """What --simulate computes times of, by the dispatchers' bytes and the plan's cost model.
+
+    --routing takes uniform, zipf:EXPONENT (hot experts are neighbours), zipf:EXPONENT:SEED (hot experts are random),
+    counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] per layer, .safetensors).
+    """
 
     model: Path = Path("DeepSeek-V3")
     """Checkpoint directory, a config.json, or the name of a well-known model; its first kind of MoE layer."""
@@ -324,9 +324,7 @@ class Simulation:
     ranks_per_host: int = 8
     """GPUs per host."""
     routing: tuple[str, ...] = ("uniform", "zipf:0.6:0")
-    """How tokens choose experts: uniform, zipf:EXPONENT (hot experts are neighbours), zipf:EXPONENT:SEED (hot experts
-    are random), counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] per layer,
-    .safetensors)."""
+    """How tokens choose experts; each in turn."""
     replicas: int = 0
     """Also simulate planned placements with this number of slots beyond the experts."""
 
@@ -362,8 +360,7 @@ class BenchExperts(_LowPrecision, PlottedBench):
     executors: tuple[str, ...] = ()
     """Only these executors; all that work here if none is named."""
     libraries: tuple[str, ...] = ()
-    """Of other libraries' whole experts only these ("vllm triton", ...); all that are installed if none is named; none
-    for none."""
+    """Only these other libraries ("vllm triton", ...); the word none: no library. Default: all that are installed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ class DispatcherSpec:
         devices: device kinds it runs on.
         graph_safe: capture once, replay with new data, counts <= R and idle ranks.
         max_ranks: None means no limit of its own.
-        top_k_sizes: instantiated K; another K is padded up with entries that name no expert. None: any.
-        hidden_sizes: instantiated H; another H is padded up and trimmed. None: any.
+        top_k_sizes: K that its kernels exist for; another is padded up with entries that name no expert. None: any.
+        hidden_sizes: H that its kernels exist for; another is padded up and trimmed. None: any.
         max_tokens: largest max_tokens_per_rank it can be sized for. None: memory is the limit.
         moe_tp: can deliver one token to the several ranks that share an expert.
         reach: how far apart its ranks may be: on one host, in one NVLink fabric (within a host before SM100), anywhere.

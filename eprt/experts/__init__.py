@@ -48,7 +48,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
         _any_payload(
             name="reference",
             path="eprt.experts.reference:ReferenceExecutor",
-            summary="plain torch in float32, written from the formats' definitions; the witness, not the fast path",
+            summary="plain torch in float32, written from the formats' definitions; checks the others, slowly",
             formats=_BOTH,
             weights=("f32", "bf16", *_QUANTISED),
             devices=("cpu", "cuda"),

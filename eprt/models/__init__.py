@@ -147,8 +147,9 @@ def load_layer(
     experts lie in order.
 
     Raises:
-        CheckpointError: a file or tensor isn't what config.json says, holds NaN or infinity, or nothing reads it.
-        ConfigError: the config is incomplete or unsupported, the placement is for other experts, or no rank is `rank`.
+        CheckpointError: a file or tensor isn't what config.json says, or holds NaN or infinity; a tensor of the layer
+            has no use in it.
+        ConfigError: the config is incomplete or unsupported, the placement is for other experts, or there is no `rank`.
     """
     require_kinds(load_layer, {"source": source, "parallel": parallel, "placement": placement})
     if not isinstance(source, Checkpoint):
@@ -235,9 +236,8 @@ def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None =
         runtime: capacity, backends, validation; None is `RuntimeConfig()`.
 
     Raises:
-        ConfigError: `parts` are another rank's, the same on every rank.
+        ConfigError, UnsupportedError: `parts` are another rank's, or as `ExpertParallelMoE`; the same on every rank.
         WorldMismatch: `parts` of other layers, or of other checkpoints, on some ranks.
-        ConfigError, UnsupportedError: as `ExpertParallelMoE`.
     """
     require_kinds(build_layer, {"world": world})  # without one, there are no peers to tell
     try:

@@ -34,7 +34,7 @@ class Survivors:
         lost: all ranks that the World goes on without, also those that left, now or earlier.
         completed: [W] number of the last step that each rank left without an exception; -1: none, or a lost rank.
             Ranks may differ by one: a rank that had everything it needed of the step in flight has completed it.
-        next_step: a number that no step has had yet, and which the next one has unless it is given another.
+        next_step: the number of the next step, unless it is given another; no step has had it yet.
     """
 
     lost: tuple[int, ...]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from support.processes import environment, wait_until_gone, working_in
 
 from eprt.bench.report import Report
 from eprt.cli import arguments, main, run
+from eprt.cli.parsing import COMMANDS
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
 from eprt.models import load_layer
@@ -80,6 +82,7 @@ def test_run_detects_a_dropped_expert(tiny: Path, monkeypatch, capsys) -> None:
 def test_what_libraries_print_is_not_part_of_the_result() -> None:
     code = """
 import os
+import re
 from eprt.cli.terminal import Terminal, stdout_of_our_own
 with stdout_of_our_own():
     os.write(1, b"[Gloo] Rank 0 is connected")
@@ -240,6 +243,15 @@ def test_help_in_a_terminal_of_five_columns_comes_at_once(monkeypatch, capsys) -
         main(["--help"])
     assert len(capsys.readouterr().out.splitlines()[-1]) == 40
     assert os.environ["COLUMNS"] == "5"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_an_option_is_broken_where_the_terminal_ends_and_nowhere_else(name: str, monkeypatch, capsys) -> None:
+    """tyro keeps the line ends of a field's own docstring, and those before what is no letter."""
+    monkeypatch.setenv("COLUMNS", "4000")
+    with pytest.raises(SystemExit):
+        main([*name.split(), "--help"])
+    assert not re.findall(r"^.? (?:-.*?)? {2,}\w.*\n.? {5,}\S.*", capsys.readouterr().out, flags=re.MULTILINE)
 
 
 def test_doctor_reports_this_machine(capsys) -> None:

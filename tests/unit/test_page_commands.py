@@ -53,6 +53,15 @@ def test_it_runs(tiny: Path, line: str, tmp_path: Path, monkeypatch, capsys) -> 
     assert err.count("\n") == 1 if wanted else out
 
 
+def test_explain_shows_what_the_limits_page_says_that_it_shows(capsys) -> None:
+    page = " ".join((ROOT / "docs/limits_and_errors.md").read_text().split())
+    for line in re.findall(r"`eprt (explain [^`]+)`", page):
+        assert main(line.split()) == 0
+    shown = capsys.readouterr().out
+    assert "symm: needs all ranks on one NVLink host" in shown
+    assert "goes on without a rank that is lost between two steps" in shown
+
+
 def test_the_pages_show_what_every_command_is_for() -> None:
     """Those that no block shows have tests of their own."""
     shown = {name for name in COMMANDS for line in commands() if line.startswith(name)}

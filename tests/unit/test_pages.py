@@ -77,6 +77,12 @@ def test_commands_parse(words: list[str]) -> None:
         parse(words)
 
 
+def test_the_launch_page_lists_every_environment_variable_and_no_other() -> None:
+    sources = [path for folder in ("eprt", "launch") for path in (ROOT / folder).rglob("*") if path.suffix != ".pyc"]
+    read = {name for p in sources if p.is_file() for name in re.findall(r"\bEPRT_[A-Z_]+\b", p.read_text())}
+    assert read == set(re.findall(r"^\| `(EPRT_\w+)`", (ROOT / "docs/launch.md").read_text(), flags=re.MULTILINE))
+
+
 def test_the_two_commands_are_the_scripts_that_ci_runs() -> None:
     block = code_blocks(README, "bash")[0]
     first_two = [shlex.split(line, comments=True) for line in block.strip().splitlines()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -49,6 +51,13 @@ class TestHealthy:
     def test_collections_leave_out_what_the_server_imported(self, pool):
         for frozen, seen in pool.run(jobs.frozen):
             assert frozen > 100_000 > seen
+
+    def test_a_server_that_imported_triton_ends_without_a_word(self):
+        """Its bindings printed what they took for leaks behind the report of `eprt doctor --faults`."""
+        pytest.importorskip("triton")
+        server = "import eprt.ranks.freezing, triton, os\nif not os.fork(): os._exit(0)\nos.wait()"
+        done = subprocess.run([sys.executable, "-c", server], capture_output=True, text=True)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
     def test_collectives_work_and_processes_are_reused(self, pool):
         pids = pool.run(jobs.pid)
