@@ -82,7 +82,6 @@ def test_run_detects_a_dropped_expert(tiny: Path, monkeypatch, capsys) -> None:
 def test_what_libraries_print_is_not_part_of_the_result() -> None:
     code = """
 import os
-import re
 from eprt.cli.terminal import Terminal, stdout_of_our_own
 with stdout_of_our_own():
     os.write(1, b"[Gloo] Rank 0 is connected")
