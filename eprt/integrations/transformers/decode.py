@@ -165,7 +165,7 @@ class DecodeGraphs:
         return self._forward(**_nested(inputs), **cache, **self._more).logits[:, -1:]
 
     def _idle(self) -> None:
-        for place in self._agreement.places:
+        for place in self._agreement.calls:
             place.idle()
 
     def _row(self, model: nn.Module) -> dict[str, torch.Tensor]:
