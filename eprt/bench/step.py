@@ -87,8 +87,11 @@ class _Batch:
     def __init__(self, model: Any, tokens: int, device: torch.device) -> None:
         from transformers import StaticCache
 
+        from eprt.integrations.transformers.decode import CACHE
+
         self._model, dtype = model, torch.bfloat16
         self.cache: Any = StaticCache(config=model.config, max_cache_len=CONTEXT)
+        self._given = {CACHE: self.cache, "use_cache": True}
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
         mask = torch.zeros(tokens, 1, 1, CONTEXT, dtype=dtype, device=device)
@@ -100,11 +103,10 @@ class _Batch:
         """Returns the next tokens [rows, 1] of these [rows, 1]."""
         output = self._model(
             token,
-            past_key_values=self.cache,
             cache_position=self._position,
             position_ids=self._positions,
             attention_mask=self._mask,
-            use_cache=True,
+            **self._given,
         )
         return output.logits[:, -1:].argmax(-1)
 

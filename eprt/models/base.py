@@ -31,7 +31,8 @@ class ModelFamily(ABC):
         blocks: the same module as checkpoints name it; the first name that a checkpoint uses is taken.
         routers: names of the router inside the block; the first that a checkpoint uses is taken.
         correction_biases: names of its selection bias inside the block, [E] or [1, E]; none if the family has none.
-        float32_logits, router_weights: see `Router`; float32_router: its weight is kept in float32.
+        float32_logits, router_weights: see `Router`; float32_router: its weight stays float32 where the model's dtype
+            would round it, as in transformers 5.24.
         shared: name of the shared expert inside the block.
         aliases, stacked, transposed: see `formats.ExpertNames`.
         returns_scores: whether that module returns (hidden_states, router_scores); an integration returns no scores.
@@ -89,9 +90,11 @@ class ModelFamily(ABC):
         """Reads the router in the model's dtype, its selection bias in float32, as transformers keeps them."""
         block, prefix = self._names(checkpoint, layer)
         dtype = model_dtype(self.text_config(checkpoint.config))
-        dtype = torch.float32 if self.float32_router else dtype
         E = config.num_experts
-        weight = _read_as(checkpoint, dtype, f"{prefix}.weight", (E, config.input_size))
+        exact = torch.float32 if self.float32_router else dtype
+        weight = _read_as(checkpoint, exact, f"{prefix}.weight", (E, config.input_size))
+        if (rounded := weight.to(dtype)).eq(weight).all():
+            weight = rounded
         bias = _read_as(checkpoint, dtype, f"{prefix}.bias", (E,)) if config.bias else None
         return Router(
             weight,

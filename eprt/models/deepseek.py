@@ -17,6 +17,7 @@ class DeepseekV3(FieldFamily):
     """deepseek-ai/DeepSeek-V3, -V3.1, -R1; nvidia's NVFP4 exports of them; moonshotai/Kimi-K2."""
 
     correction_biases = ("gate.e_score_correction_bias",)
+    float32_router = True
     num_experts = ("n_routed_experts", "num_local_experts")
     num_shared = "n_shared_experts"
     settings: ClassVar[dict[str, object]] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}

@@ -208,6 +208,7 @@ class NemotronH(FieldFamily):
     module = "model.layers.{}.mixer"
     blocks = ("backbone.layers.{}.mixer", "model.layers.{}.mixer")
     correction_biases = ("gate.e_score_correction_bias",)
+    float32_router = True
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {"up": ("up_proj",), "down": ("down_proj",)}
     stacked: ClassVar[dict[Part, tuple[str, int, int]]] = {"up": ("up_proj", 0, 1), "down": ("down_proj", 0, 1)}
     num_experts = ("n_routed_experts", "num_local_experts")

@@ -11,6 +11,8 @@ import importlib.util
 import json
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from support.cases.model_recipes import scratch
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
 from support.libraries import folder, needs
+from torch import nn
 
 from eprt.cli import main
 from eprt.config import ParallelConfig
@@ -136,6 +139,42 @@ def test_an_expert_that_is_not_as_the_others(tmp_path: Path, change, said: str) 
         path, experts = next(iter(source.modules.items()))
         with pytest.raises(CheckpointError, match=said):
             source.own_tensors(path, source.parameters(experts), shard)
+
+
+@pytest.mark.skipif("inkling2_loop" not in TESTED, reason="transformers >= 5.24")
+def test_packed_experts_are_named_by_their_dtype(tmp_path: Path) -> None:
+    """transformers unpacks Inkling 2's experts by scales of any shape; eprt says which tensor it can't read."""
+    from eprt.integrations.transformers import load_without_experts, spread
+
+    model = tiny_families.tiny_model("inkling2_loop")
+    model.save_pretrained(tmp_path)
+    held, key = load_file(tmp_path / SINGLE), "model.llm.layers.0.mlp.experts.w13_weight"
+    held |= {
+        key: held[key].to(torch.uint8),
+        f"{key}_scale": torch.ones(8),
+        f"{key}_outer_scale_denominator": torch.ones(()),
+    }
+    save_file(held, tmp_path / SINGLE, metadata={"format": "pt"})
+    shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
+    with closing(spread.open_source(load_without_experts(tmp_path, model_class=type(model)), None)) as source:
+        path, experts = next(iter(source.modules.items()))
+        with pytest.raises(CheckpointError, match="w13_weight' has dtype U8: expected BF16 or F32"):
+            source.own_tensors(path, source.parameters(experts), shard)
+
+
+def test_a_rank_without_tokens_calls_looped_layers_once_a_pass() -> None:
+    from eprt.integrations.transformers import agreement
+
+    world: Any = SimpleNamespace()
+    model: Any = nn.ModuleList(nn.Identity() for _ in range(5))
+    for module in model[1:]:
+        module.eprt_place = agreement.Place(world, torch.bfloat16)
+    text = SimpleNamespace(loop_layer_index_start=2, loop_layer_index_end=4, loop_num_passes=3)
+    model.config = SimpleNamespace(get_text_config=lambda decoder: text)
+    places = [module.eprt_place for module in model[1:]]
+    found = agreement.agreement_of(model)
+    assert found.places == places
+    assert found.calls == [places[0], *(places[1:3] * 3), places[3]]
 
 
 def test_a_model_in_memory_whose_experts_hold_nan() -> None:

@@ -143,6 +143,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "tensor parallel": ("ConfigError", "sharded over 2 ranks", "attention_tp_size is 1", "without tp_plan"),
         "twice own block": ("UsageError", "parallelized already"),
         "a cache of two batches": ("ConfigError", "past_key_values for 2 batches"),
+        "its newer name": ("ConfigError", "cache for 2 batches"),
         "inside a step": ("UsageError", "leave the step first"),
         "router logits in the config later": ("UnsupportedError", "output_router_logits=True"),
         "pickle own block": ("UsageError", "can't be pickled or deep-copied"),

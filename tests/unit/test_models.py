@@ -16,7 +16,7 @@ from eprt.config import ParallelConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
 from eprt.models import family_for, load_layer
-from eprt.models.checkpoint import CONFIG, Checkpoint
+from eprt.models.checkpoint import CONFIG, SINGLE, Checkpoint
 
 WORLDS = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]
 STORED = ["original", "stacked"]
@@ -92,9 +92,22 @@ class TestAgainstTransformers:
         half = edit(folders["original"], tmp_path, halved, {"dtype": "float16"})
         known = type(model).from_pretrained(half, dtype=torch.bfloat16).state_dict()
         block, router = f"model.layers.{layer}.mlp", load_layer(half, layer).router
-        equal(router.weight, known[f"{block}.gate.weight"])
+        stored, weight = load_file(half / SINGLE)[f"{block}.gate.weight"].float(), known[f"{block}.gate.weight"]
+        equal(router.weight, stored)
+        equal(router.weight.to(weight.dtype), weight)  # transformers before 5.24 rounds DeepSeek's
         (bias,) = (tensor for name, tensor in known.items() if name.startswith(block) and "correction_bias" in name)
         equal(router.correction_bias, bias.flatten())
+
+    @pytest.mark.parametrize("case", ["deepseek_v3", "ernie4_5_moe"])
+    def test_a_router_in_float32_that_bf16_holds_is_read_in_bf16(self, tmp_path, case):
+        *_, layer, folders = saved(case)
+
+        def rounded(held):
+            return held | {name: t.bfloat16().float() for name, t in held.items() if name.endswith("gate.weight")}
+
+        folder = edit(folders["original"], tmp_path, rounded, {"dtype": "bfloat16"})
+        weight = load_layer(folder, layer).router.weight
+        equal(weight, load_file(folder / SINGLE)[f"model.layers.{layer}.mlp.gate.weight"].bfloat16())
 
     def test_module_path_of_the_vision_language_model(self):
         import transformers

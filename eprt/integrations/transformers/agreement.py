@@ -6,6 +6,7 @@ of prompts takes idle steps until all have.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from eprt.world import World
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Step
 
+_NUMBER = re.compile(r"\d+")
 REMEDY = (
     "Each forward of the model needs all ranks: one that has nothing to feed calls idle_step(model) where the others "
     "call model(...); generate(model, prompts), or `with lockstep(model):` around a loop of your own, does that by "
@@ -105,6 +107,7 @@ class ForwardAgreement:
 
     Attributes:
         places: those of a model, in the order in which it calls them.
+        calls: the same, as often as a forward calls each.
         world: theirs.
         muted: the model runs on a dummy token, which its places leave out.
         idle: replaces the places' own step of a rank without tokens.
@@ -112,8 +115,8 @@ class ForwardAgreement:
         told_of_state: whether `generate` has said that prompts of equal length share a batch.
     """
 
-    def __init__(self, places: list[Place]) -> None:
-        self.places, self.world = places, places[0].world
+    def __init__(self, places: list[Place], calls: list[Place]) -> None:
+        self.places, self.calls, self.world = places, calls, places[0].world
         self.muted = False
         self.idle: Callable[[], None] | None = None
         self.decode: object = None
@@ -204,17 +207,30 @@ class ForwardAgreement:
 
 def agreement_of(model: nn.Module) -> ForwardAgreement:
     """Returns what the places of the model share, made at the first request. Raises UsageError if it has no place."""
-    found = [module.__dict__.get("eprt_place") for module in model.modules()]
-    places = [place for place in found if isinstance(place, Place)]
-    if not places:
+    found = {path: module.__dict__.get("eprt_place") for path, module in model.named_modules()}
+    by_path = {path: place for path, place in found.items() if isinstance(place, Place)}
+    if not (places := list(by_path.values())):
         raise UsageError(
             f"{type(model).__name__} has no expert-parallel layers: call parallelize(model, world), or load it with "
             'DistributedConfig(..., ep_implementation="eprt")'
         )
-    agreement = places[0].agreement or ForwardAgreement(places)
+    agreement = places[0].agreement or ForwardAgreement(places, _calls(model, by_path))
     for place in places:
         place.agreement = agreement
     return agreement
+
+
+def _calls(model: Any, places: dict[str, Place]) -> list[Place]:
+    """Returns the places in the order of a forward's calls: those of looped layers (Inkling 2) come once a pass."""
+    config: Any = getattr(model, "config", None)
+    text: Any = None if config is None else config.get_text_config(decoder=True)
+    if (passes := getattr(text, "loop_num_passes", 1)) == 1:
+        return list(places.values())
+    looped = range(text.loop_layer_index_start, text.loop_layer_index_end)
+    numbered = [(int(_NUMBER.findall(path)[0]), place) for path, place in places.items()]
+    once = [place for number, place in numbered if number in looped]
+    before = [place for number, place in numbered if number < looped.start]
+    return [*before, *(once * passes), *(place for number, place in numbered if number >= looped.stop)]
 
 
 def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
@@ -237,7 +253,7 @@ def idle_step(model: nn.Module) -> None:
         agreement.idle()
         return
     if not shares_dense_weights(model):
-        for place in agreement.places:
+        for place in agreement.calls:
             place.idle()
         return
     # Weights that FSDP gathers in every forward need the whole model to run: on a token that no expert sees.

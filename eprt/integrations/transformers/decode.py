@@ -30,12 +30,15 @@ from eprt.integrations.transformers.options import option_of
 logger = logging.getLogger("eprt")
 _ATTENTION = ("eager", "sdpa")  # whose masks transformers makes outside of the model, so that they can be inputs
 _CACHED = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layers that the cache serves
-_CONSTANT = ("past_key_values", "use_cache", "return_dict", "logits_to_keep")
+# What a model calls its cache, in calls and outputs; transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+_CONSTANT = (CACHE, "use_cache", "return_dict", "logits_to_keep")
 # What changes the loop or the cache. Values that change nothing are fine.
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "use_cache": (None, True),
     "past_key_values": (None,),
+    "cache": (None,),
     "cache_implementation": (None,),
     "assistant_model": (None,),
     "assistant_early_exit": (None,),
@@ -97,11 +100,11 @@ class DecodeGraphs:
         open_ = not any(place.layer.dispatcher.closed for place in self._agreement.places)
         return open_ and self.buckets == buckets and self.cache.rows >= rows and self.cache.length >= length
 
-    def begin(self, rows: int) -> Any:
-        """Begins a batch and returns its cache."""
+    def begin(self, rows: int) -> dict[str, Any]:
+        """Begins a batch and returns its cache, by the name that `model.generate` knows it by."""
         self.cache.begin()
         self._written = 0
-        return self.cache.view(rows)
+        return {CACHE: self.cache.view(rows)}
 
     @contextmanager
     def inside(self, model: Any) -> Iterator[None]:
@@ -118,15 +121,15 @@ class DecodeGraphs:
 
     def _call(self, *args: Any, **given: Any) -> Any:
         """Runs in place of the model's forward."""
-        cache, ids = given.get("past_key_values"), given.get("input_ids")
-        if ids is None or not self.cache.owns(cache):
+        cache, ids = next(filter(self.cache.owns, given.values()), None), given.get("input_ids")
+        if ids is None or cache is None:
             return self._forward(*args, **given)
         rows, new = ids.shape
         if self._written + new > self.cache.length:
             raise UsageError(f"generation goes past {self.cache.length} tokens, which the graphs' cache is made for")
         tensors = _flat(given)
         if new == 1 and not args and self._fits(tensors, given, rows):
-            output = CausalLMOutputWithPast(logits=self._replay(rows, **tensors), past_key_values=cache)
+            output = CausalLMOutputWithPast(**{"logits": self._replay(rows, **tensors), CACHE: cache})
         else:
             output = self._forward(*args, **given)
         self._written += new
@@ -158,11 +161,11 @@ class DecodeGraphs:
 
     def _step(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Computes [rows, 1, V] logits of one token per row."""
-        cache = self.cache.view(inputs["input_ids"].shape[0])
-        return self._forward(**_nested(inputs), past_key_values=cache, **self._more).logits[:, -1:]
+        cache = {CACHE: self.cache.view(inputs["input_ids"].shape[0])}
+        return self._forward(**_nested(inputs), **cache, **self._more).logits[:, -1:]
 
     def _idle(self) -> None:
-        for place in self._agreement.places:
+        for place in self._agreement.calls:
             place.idle()
 
     def _row(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -174,10 +177,10 @@ class DecodeGraphs:
             given = prepare(
                 zero,
                 next_sequence_length=1,
-                past_key_values=self.cache.view(1),
                 attention_mask=torch.ones_like(zero),
                 position_ids=zero,
                 use_cache=True,
+                **{CACHE: self.cache.view(1)},
             )
         self.cache.begun = True
         return _flat(given)

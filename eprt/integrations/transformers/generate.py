@@ -99,8 +99,9 @@ def generate(
         reads_pads = bool(option_of(model, options, "no_repeat_ngram_size"))
         alike = _carries_state(model, agreement) or reads_pads
         batches = list(_batches(rows, 1 if _beams_end_anywhere(model, options) else batch_size, most, alike))
-        if len(batches) > 1 and options.get("past_key_values") is not None:
-            raise ConfigError(f"past_key_values for {len(batches)} batches: it holds one; pass fewer prompts, or none")
+        held = next((name for name in ("past_key_values", "cache") if options.get(name) is not None), None)
+        if len(batches) > 1 and held:
+            raise ConfigError(f"{held} for {len(batches)} batches: it holds one; pass fewer prompts, or none")
         for numbers in batches:
             batch = {number: rows[number] for number in numbers}
             own = None if seeds is None else [seeds[number] for number in numbers]
@@ -206,7 +207,7 @@ def _run(
     if on_token is not None:
         given["streamer"] = _Streamer(list(batch), lengths, on_token)
     if decode is not None:
-        given |= {"past_key_values": decode.begin(len(ids)), "disable_compile": True}
+        given |= {**decode.begin(len(ids)), "disable_compile": True}
     choice = SeededChoice(seeds, device) if seeds and option_of(model, options, "do_sample") else None
     with nullcontext() if choice is None else chosen_last(model, choice):
         out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)

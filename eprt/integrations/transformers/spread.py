@@ -258,6 +258,8 @@ class CheckpointSource(_Source):
         experts, E = self.modules[path], whole["down_proj"].shape[0]
         # LongCat-Flash counts experts without weights (they return the token itself) among those of the first matrix.
         total = E + (getattr(experts, "zero_expert_num", 0) or 0)
+        for key in self._keys[path]:  # all before the first is read: scales of packed experts have any shape
+            self.checkpoint.require(key, dtypes=_PLAIN)
         tensors = {name: tensor for key in self._keys[path] for name, tensor in self._own(key, E, total, shard)}
         together = [m for p, m in self.modules.items() if set(self._keys[p]) & set(self._keys[path])]
         with ExitStack() as restoring, _no_progress_bar():
@@ -302,7 +304,7 @@ class CheckpointSource(_Source):
     def _own(self, key: str, E: int, total: int, shard: ExpertShard) -> Iterator[tuple[str, torch.Tensor]]:
         """Reads what a tensor of the checkpoint holds of own experts, by the names of one that holds them alone."""
         source, L = self.checkpoint, shard.num_local_experts
-        info = source.require(key, dtypes=_PLAIN)
+        info = source.manifest[key]
         if numbered := _EXPERT.search(key):
             group, expert = divmod(
                 int(numbered.group()), total

@@ -82,6 +82,8 @@ def model_class(folder: str) -> type[Any]:
 
     if folder in HEADS:
         return getattr(transformers, HEADS[folder])
+    if (folder, transformers.__version__) == ("llama4", "5.24.0"):
+        return transformers.Llama4ForCausalLM  # Llama4ForConditionalGeneration can't call its own text model there
     module = next(iter(modules(folder)))
     classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
     for ending in ("ForConditionalGeneration", "ForCausalLM", "ForBlockDiffusion", "ForTokenClassification"):
@@ -133,6 +135,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": NUM_EXPERTS, "moe_topk": TOP_K, "head_dim": 16},
     "hy_v4": {"indexer_types": ["full", "shared"]},
+    "hy_v4_vl": {"indexer_types": ["full", "shared"], "qk_rope_head_dim": 64, "index_head_dim": 64},
+    "inkling2_loop": {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2}
+    | {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

@@ -227,6 +227,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("graphs", lambda: generate(model, [[5]], graphs=8))
     two, cache = [[5], [6]], DynamicCache()
     attempt("a cache of two batches", lambda: generate(model, two, batch_size=1, past_key_values=cache))
+    attempt("its newer name", lambda: generate(model, two, batch_size=1, cache=cache))
 
     def inside_a_step() -> None:
         with world.step(4):
