@@ -268,6 +268,8 @@ def test_the_commit_is_never_that_of_a_project_around_the_package(tmp_path, monk
     [
         ("layer --shapes huge", "shape 'huge': expected one of tiny, gpt-oss-120b"),
         ("layer --tokens -3", "expected at least one number, none below"),
+        ("layer --tokens 8 100000000000000", "none below 0 or above 1048576"),
+        ("step --tokens 1048577", "none below 1 or above 1048576"),
         ("layer --tokens", "expected at least one number, none below"),
         ("layer --tokens 8 --replicas 2", "say which, --routing"),
         ("layer --routing zipf:1 --replicas 2 --placement x.json", "give one of them"),
