@@ -168,9 +168,10 @@ def require_peers(workers: Ranks, what: str, why: str) -> None:
 
 
 def keep(arguments: Bench, terminal: Terminal) -> Callable[[Report], None]:
-    """Returns a function that stores a report after each case: a bench that is stopped leaves what it found."""
+    """Returns a function that stores a report after each case: a bench that is stopped leaves what it found. A pipe
+    gets the last one alone."""
     path = arguments.output
-    if path is None or not terminal.speaks:
+    if path is None or not terminal.speaks or (path.exists() and not path.is_file()):
         return lambda report: None
     return lambda report: report.write(path)
 

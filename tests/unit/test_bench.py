@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from eprt.bench.step import StepCase, StepFound, StepTimes, step_rows
 from eprt.bench.timing import first_samples, samples
 from eprt.cli import bench as bench_command
 from eprt.cli import main
+from eprt.cli.arguments import Bench
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig
 from eprt.conformance import transport
@@ -227,6 +229,16 @@ def bench(name: str, folder: Path, *words: str) -> dict[str, Any]:
     files = ["--output", str(folder / "result.json"), "--plot", str(folder / "picture.png")]
     assert main(["bench", name, *CPU, *words, *files[: 2 if name == "exchange" else 4]]) == 0
     return json.loads((folder / "result.json").read_text())
+
+
+def test_a_pipe_gets_one_report() -> None:
+    reader, writer = os.pipe()
+    arguments, found = Bench(output=Path(f"/dev/fd/{writer}")), Report("layer", [])
+    bench_command.keep(arguments, Terminal(json=True))(found)
+    bench_command.finish(found, arguments, Terminal(json=True))
+    os.close(writer)
+    with open(reader) as pipe:
+        assert json.loads(pipe.read())["bench"] == "layer"
 
 
 def test_every_pair_of_a_layer_is_measured_or_left_out(tmp_path, capsys) -> None:
