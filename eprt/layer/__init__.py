@@ -43,7 +43,8 @@ _no_observer: Callable[[str], AbstractContextManager[Any]] = _unseen.__getitem__
 class ExpertParallelMoE(nn.Module):
     """One MoE layer whose experts are spread over a World. Every rank calls it in the same order, T = 0 included.
 
-    For inference: no gradient flows through it, whatever requires one; the output never does.
+    For inference: no gradient flows through it, whatever requires one; the output never does. Its `state_dict` has
+    the router, the shared expert and the projections; experts, in the executor's layout, aren't in it: `load_experts`.
 
     Args:
         config: the layer's maths.
