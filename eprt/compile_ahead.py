@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager, triton_key
 
+from eprt.json_files import shown
 from eprt.launching import INTERPRETED, Specialization, name_callees_first, recording, shared_cache
 from eprt.support import Device
 
@@ -106,9 +108,17 @@ def compiled_along(warmup: Callable[[], object], *, load: bool = True) -> Iterat
 
 
 def _processes(share: float) -> int:
-    asked = os.environ.get(PROCESSES, "")
-    most = int(asked) if asked.isdigit() else MOST_PROCESSES
-    return min(most, int(len(os.sched_getaffinity(0)) * share))
+    return min(_most_processes(os.environ.get(PROCESSES, "")), int(len(os.sched_getaffinity(0)) * share))
+
+
+@cache
+def _most_processes(asked: str) -> int:
+    """Returns how many processes the variable allows. What is no number is named once in the log, and left aside."""
+    if asked.isascii() and asked.isdigit() and len(asked) < 10:
+        return int(asked)
+    if asked:
+        logger.warning("%s=%s: expected a number; up to %d processes compile", PROCESSES, shown(asked), MOST_PROCESSES)
+    return MOST_PROCESSES
 
 
 class Compilation:

@@ -33,6 +33,7 @@ RoutingMethod = Literal[
 
 # Far above any model or machine: whatever a hostile config makes us list or allocate stays small.
 MAX_EXPERTS, MAX_RANKS, MAX_WIDTH = 65_536, 65_536, 1 << 20
+MAX_TOKENS = 2**31 - 1  # of a rank in one call
 
 # In group-limited routing a group counts as the sum of so many of its best scores.
 GROUP_BEST = {"grouped_sigmoid": 2, "grouped_softmax": 1}
@@ -331,7 +332,7 @@ class RuntimeConfig:
         for name in ("dispatcher", "executor"):
             found: object = getattr(self, name)
             _require(isinstance(found, str), f"{name} {found!r}: expected a name from its table, or 'auto'")
-        require_size("max_tokens_per_rank", self.max_tokens_per_rank)
+        require_size("max_tokens_per_rank", self.max_tokens_per_rank, MAX_TOKENS)
         require_kinds(RuntimeConfig, vars(self))
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast, get_args
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 
 import torch
 
@@ -49,9 +49,12 @@ class Device:
         installed: also require that the backend's packages are installed here.
     """
 
-    kind: str
+    kind: Literal["cpu", "cuda"]
     sm: int = 0
     installed: bool = False
+
+    def __post_init__(self) -> None:
+        require_kinds(Device, vars(self))
 
     @classmethod
     def parse(cls, text: str, *, installed: bool = False) -> Device:

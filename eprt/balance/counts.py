@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from eprt.config import MAX_EXPERTS
-from eprt.errors import ConfigError, EprtError
+from eprt.errors import ConfigError
 from eprt.files import write_whole
 from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
 from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
-from eprt.world.agree import Header, exchange, fingerprint_of
+from eprt.world.agree import Header, exchange, fingerprint_of, shared_errors
 
 FORMAT, VERSION, MAX_BYTES = "eprt expert counts", 1, 16 << 20
 Counts = Mapping[int, tuple[int, ...]]  # layer number -> [E]
@@ -33,14 +33,11 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
             on every rank.
         WorldMismatch: other layers on some ranks.
     """
-    try:
+    with shared_errors(world, Header("rebalance", -1, 3)):
         require_each("gather_load", layers, ExpertParallelMoE)
         if len({layer.config.num_experts for layer in layers}) != 1:
             raise ConfigError("gather_load takes layers of one number of experts: ask for each kind by itself")
         own = torch.stack([layer.load() for layer in layers])
-    except EprtError as error:
-        exchange(world, Header("rebalance", -1, 3), error)  # raises on every rank, here included
-        raise
     settings = {"layers": " ".join(str(layer.dispatcher.layer) for layer in layers), "experts": str(own.shape[1])}
     exchange(world, Header("rebalance", -1, 3, fingerprint=fingerprint_of(settings), settings=settings))
     every = own.new_empty((world.size * own.shape[0], own.shape[1]))

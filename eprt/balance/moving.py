@@ -11,13 +11,13 @@ from operator import itemgetter
 import torch
 
 from eprt.balance.counts import require_each
-from eprt.errors import CapacityError, ConfigError, EprtError, UnsupportedError, UsageError, WorldMismatch
+from eprt.errors import CapacityError, ConfigError, UnsupportedError, UsageError, WorldMismatch
 from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.rounding import round_up
 from eprt.world import World
-from eprt.world.agree import Header, exchange, fingerprint_of
+from eprt.world.agree import Header, exchange, fingerprint_of, shared_errors
 
 ALIGNMENT = 16  # bytes: where a tensor of any dtype may begin
 
@@ -88,14 +88,11 @@ def rebalance(
         WorldMismatch: other layers, placements or layouts on some ranks.
         RankLost: a peer is gone. Where that is found after the last rank had agreed to swap, this one may have swapped.
     """
-    try:
+    with shared_errors(world, Header("rebalance", -1, 0)):
         require_kinds(rebalance, {"most_bytes": most_bytes})
         world.require_whole("rebalance")
         _require_movable(world, layers, placements)
         move = _Move(world, layers, placements, most_bytes)
-    except EprtError as error:
-        exchange(world, Header("rebalance", -1, 0), error)  # raises on every rank, here included
-        raise
     settings = {
         f"layer {place}": f"{layer.dispatcher.layer}: {layer.placement.fingerprint()} -> {new.fingerprint()}"
         for place, (layer, new) in enumerate(zip(layers, placements, strict=True))

@@ -20,9 +20,10 @@ from eprt.cli.terminal import (
     show_everything,
     stdout_of_our_own,
 )
-from eprt.errors import EprtError
+from eprt.errors import ConfigError, EprtError
 
 INTERRUPTED = 130  # an exit code, beside those of `EprtError.exit_code`
+_STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/1", "/dev/fd/2")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,10 +95,12 @@ def _require_files(command: Any) -> None:
     from eprt.cli.arguments import Generate
     from eprt.files import drawn, new_figure, require_writable
 
-    if isinstance(command, Generate):  # whose journal has rules of its own
-        return
     for name in ("output", "out", "plot"):
-        if (path := getattr(command, name, None)) is not None:
+        if (path := getattr(command, name, None)) is None:
+            continue
+        if str(path) in _STREAMS:
+            raise ConfigError(f"--{name} {path}: what the command says goes there; name a file")
+        if not isinstance(command, Generate):  # whose journal has rules of its own
             require_writable(path)
     if (path := getattr(command, "plot", None)) is not None:
         drawn(new_figure(1, 1), path, "--plot ")

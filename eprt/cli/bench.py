@@ -13,6 +13,8 @@ from eprt.cli.terminal import Terminal, columns
 from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
 
+MOST_TOKENS = 1 << 20  # far above any batch, and of a size that a host can hold
+
 
 def lower_bound(row: Row) -> float:
     """Returns the larger of the times that memory traffic and arithmetic alone take, in microseconds."""
@@ -147,9 +149,10 @@ def groups(report: Report, *keys: str) -> list[tuple[Any, list[Row]]]:
 
 
 def require_tokens(tokens: Sequence[int], least: int) -> None:
-    """Raises ConfigError unless `tokens` has numbers, none of them below `least`."""
-    if not tokens or min(tokens) < least:
-        raise ConfigError(f"--tokens {' '.join(map(str, tokens))}: expected at least one number, none below {least}")
+    """Raises ConfigError unless `tokens` has numbers, each from `least` to `MOST_TOKENS`."""
+    if not tokens or min(tokens) < least or max(tokens) > MOST_TOKENS:
+        said = " ".join(map(str, tokens))
+        raise ConfigError(f"--tokens {said}: expected at least one number, none below {least} or above {MOST_TOKENS}")
 
 
 def require_names(option: str, names: Sequence[str]) -> None:
@@ -165,9 +168,10 @@ def require_peers(workers: Ranks, what: str, why: str) -> None:
 
 
 def keep(arguments: Bench, terminal: Terminal) -> Callable[[Report], None]:
-    """Returns a function that stores a report after each case: a bench that is stopped leaves what it found."""
+    """Returns a function that stores a report after each case: a bench that is stopped leaves what it found. A pipe
+    gets the last one alone."""
     path = arguments.output
-    if path is None or not terminal.speaks:
+    if path is None or not terminal.speaks or (path.exists() and not path.is_file()):
         return lambda report: None
     return lambda report: report.write(path)
 

@@ -130,9 +130,9 @@ def _say_layouts(terminal: Terminal, ways: list[ParallelLayout], arguments: Expl
     tokens = next((way.plans[0].tokens for way in ways if way.plans), 0)
     title = f"Layouts of these {arguments.world} ranks, {tokens} tokens on each: routed experts of all layers alone"
     terminal.table(title, LAYOUTS, ways)
-    best = ways[0]
-    if best.tokens_per_s is not None and best.fits and best.parallel != arguments.parallel:
-        asked = next((way for way in ways if way.parallel == arguments.parallel), None)
+    best, own = ways[0], replace(arguments.parallel, attention_tp_size=1)  # as all layouts: attention isn't counted
+    if best.tokens_per_s is not None and best.fits and best.parallel != own:
+        asked = next((way for way in ways if way.parallel == own), None)
         slower = ""
         if asked is not None and asked.tokens_per_s and asked.fits:
             slower = f": {best.tokens_per_s / asked.tokens_per_s:.2f} times the tokens of {asked.name}"

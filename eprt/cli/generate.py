@@ -35,7 +35,7 @@ from eprt.config import RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, InputError, one_block
 from eprt.models import family_for, has_family
 from eprt.models.checkpoint import Checkpoint, hash63
-from eprt.models.hf_config import flatten, integer
+from eprt.models.hf_config import HfConfig, boolean, flatten, integer, real
 from eprt.support import Requirement
 from eprt.world.groups import joins_torchrun
 
@@ -58,6 +58,15 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop_strings": (all, "text"),
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # each of them asks for sampling
+# Numbers of generation_config.json that transformers reads while ranks run.
+_REALS = (
+    "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "encoder_repetition_penalty", "length_penalty",
+)  # fmt: skip
+_INTEGERS = (
+    "top_k", "num_beams", "num_return_sequences", "max_length", "min_length", "min_new_tokens", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+)  # fmt: skip
 
 
 def generate(arguments: Generate, terminal: Terminal) -> int:
@@ -314,7 +323,7 @@ def _given_flags(arguments: Generation) -> dict[str, Any]:
 def _generation_options(arguments: Generation, config: GenerationConfig) -> dict[str, Any]:
     """Returns the options that differ from the checkpoint's `config`, for `model.generate`. Raises ConfigError."""
     options = {name: value for name, value in _given_flags(arguments).items() if value not in (None, [])}
-    if options.get("temperature") == 0:
+    if options.get("temperature", config.temperature) == 0:
         options = {name: value for name, value in options.items() if name not in _SAMPLING} | {"do_sample": False}
     elif any(name in options for name in _SAMPLING):
         options["do_sample"] = True
@@ -325,14 +334,28 @@ def _generation_options(arguments: Generation, config: GenerationConfig) -> dict
 
 def _checkpoints_generation(directory: Path) -> GenerationConfig:
     """Returns what a checkpoint's generation_config.json says; transformers' defaults without one. Raises
-    CheckpointError."""
+    CheckpointError, ConfigError."""
     from transformers import GenerationConfig
 
     path = directory / "generation_config.json"
     if not path.is_file():
         return GenerationConfig()
     try:
-        return GenerationConfig.from_pretrained(str(directory))
+        config = GenerationConfig.from_pretrained(str(directory))
     except Exception as error:
         why = one_block(" ".join(f"{type(error).__name__}: {error}".split()), 300)
         raise CheckpointError(f"{path}: can't be read: {why}") from error
+    _check_numbers(HfConfig(config.to_dict(), str(path)))
+    return config
+
+
+def _check_numbers(said: HfConfig) -> None:
+    """Raises ConfigError where generation_config.json has what transformers would refuse on the ranks."""
+    for name in _REALS:
+        real(said, name, default=1.0)
+    for name in _INTEGERS:
+        integer(said, name, default=0, least=-1)
+    for name in ("repetition_penalty", *(_SAMPLING if boolean(said, "do_sample", False) else ())):
+        value, (allowed, words) = said.get(name), _LIMITS[name]
+        if value is not None and not allowed(value):
+            raise ConfigError(f"{said.where}: {name} is {value}: must be {words}")

@@ -14,11 +14,11 @@ from eprt.config import MoEConfig, RuntimeConfig, TokenFormat
 from eprt.dispatch.base import Dispatcher
 from eprt.dispatch.call import Dispatched, Handle
 from eprt.dispatch.spec import DEEPEP_MAX_TOKENS, FLASHINFER, SYMM_MAX_RANKS, SYMM_R_BITS, DispatcherSpec
-from eprt.errors import ConfigError, EprtError
+from eprt.errors import ConfigError
 from eprt.support import Requirement, load_class, register
 from eprt.weights import ExpertWeights, Nvfp4
 from eprt.world import World
-from eprt.world.agree import Header, exchange, fingerprint_of
+from eprt.world.agree import Header, exchange, fingerprint_of, shared_errors
 
 __all__ = [
     "DISPATCHERS",
@@ -160,13 +160,10 @@ def make_dispatcher(
         UsageError: the world is closed.
     """
     packed = runtime.payload == "nvfp4"
-    try:
+    with shared_errors(world, Header("build", layer, 0)):
         dispatcher = _construct(name, world, config, runtime, token_format, layer)
         if packed and input_scale is not None and not 0 < (own := float(input_scale)) < math.inf:
             raise ConfigError(f"gate_up.input_scale reaches {own}: expected positive numbers; check the checkpoint")
-    except EprtError as error:
-        exchange(world, Header("build", layer, 0), error)  # raises on every rank, here included
-        raise
     common = {**dispatcher.settings, **(settings or {})}
     exchange(world, Header("build", layer, 0, fingerprint=fingerprint_of(common), settings=common))
     world.num_dispatchers += 1

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import MAX_TOKENS, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CapacityError, InputError, UsageError
 from eprt.placement import whole_ep_ranks
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload, RouterLogits, TopK
@@ -139,7 +139,7 @@ def require_agreed(tokens_per_rank: object) -> int:
         raise InputError(
             f"tokens_per_rank {tokens_per_rank!r}: expected an int of at least 1, also when every rank is idle"
         )
-    if tokens_per_rank >= 1 << 31:
+    if tokens_per_rank > MAX_TOKENS:
         raise InputError(f"tokens_per_rank {tokens_per_rank}: expected at most 2^31 - 1")
     return tokens_per_rank
 

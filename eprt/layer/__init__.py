@@ -32,7 +32,7 @@ from eprt.support import Device
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
-from eprt.world.agree import Header, exchange, fingerprint_of
+from eprt.world.agree import Header, exchange, fingerprint_of, shared_errors
 from eprt.world.collectives import rounded
 
 PHASES: tuple[str, ...] = ("route", "dispatch", "experts", "shared", "combine")
@@ -43,7 +43,8 @@ _no_observer: Callable[[str], AbstractContextManager[Any]] = _unseen.__getitem__
 class ExpertParallelMoE(nn.Module):
     """One MoE layer whose experts are spread over a World. Every rank calls it in the same order, T = 0 included.
 
-    For inference: no gradient flows through it, whatever requires one; the output never does.
+    For inference: no gradient flows through it, whatever requires one; the output never does. Its `state_dict` has
+    the router, the shared expert and the projections; experts, in the executor's layout, aren't in it: `load_experts`.
 
     Args:
         config: the layer's maths.
@@ -90,7 +91,7 @@ class ExpertParallelMoE(nn.Module):
         self.observe: Callable[[str], AbstractContextManager[Any]] = _no_observer
         self.see: Callable[[str, TopK | RouterLogits | Dispatched], object] | None = None
         runtime = runtime or RuntimeConfig()
-        try:
+        with shared_errors(world, Header("build")):  # the peers are in make_dispatcher
             check_number(layer)
             require_kinds(ExpertParallelMoE.__init__, given)
             check_parts(config, router, shared, latent)
@@ -99,9 +100,6 @@ class ExpertParallelMoE(nn.Module):
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
             runtime = replace(runtime, max_tokens_per_rank=self.plan.max_tokens_per_rank)
             experts.check(config, self.placement.shard(world.rank))
-        except EprtError as error:
-            exchange(world, Header("build"), error)  # the peers are in make_dispatcher
-            raise
         scale = calibrated_scale(experts)
         pair = self.plan.token_format, layer
         self.dispatcher = make_dispatcher(
@@ -129,11 +127,8 @@ class ExpertParallelMoE(nn.Module):
         placed = {"placement": self.placement.fingerprint(), "hidden_order": experts.order_fingerprint()}
         header = Header("build", layer, 1, fingerprint=fingerprint_of(placed), settings=placed)
         what = self.plan.executor, inside, self.dispatcher.shard, experts, world.device, runtime
-        try:
+        with shared_errors(world, header):
             executor = make_executor(*what, self.plan.token_format, world.require_cold)
-        except EprtError as error:
-            exchange(world, header, error)
-            raise
         exchange(world, header)
         return executor
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 
 from eprt.config import MoEConfig
 from eprt.dispatch import Dispatcher, calibrated_scale
-from eprt.errors import CapacityError, ConfigError, EprtError, UsageError
+from eprt.errors import CapacityError, ConfigError, UsageError
 from eprt.experts import Executor
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.weights import ExpertWeights
 from eprt.world import World
-from eprt.world.agree import Header, exchange
+from eprt.world.agree import Header, exchange, shared_errors
 
 T = TypeVar("T")
 
@@ -84,19 +85,16 @@ class ExpertLoading:
 
     def _on_all(self, work: Callable[[], T], agree: bool, part: int) -> T:
         """Does this rank's part of the work; if one rank's fails, all raise its error."""
-        error: EprtError | None = None
-        done: list[T] = []
-        try:
-            done.append(work())
-        except EprtError as found:
-            error = found
-        except (torch.OutOfMemoryError, MemoryError) as found:
-            error = CapacityError(f"rank {self._world.rank} has no memory to prepare its experts anew: {found}")
+        header = Header("load", self._dispatcher.layer, part)
+        with shared_errors(self._world, header) if agree else nullcontext():
+            try:
+                done = work()
+            except (torch.OutOfMemoryError, MemoryError) as found:
+                rank = self._world.rank
+                raise CapacityError(f"rank {rank} has no memory to prepare its experts anew: {found}") from found
         if agree:
-            exchange(self._world, Header("load", self._dispatcher.layer, part), error)
-        if error is not None:
-            raise error
-        return done[0]
+            exchange(self._world, header)
+        return done
 
     def _require_idle(self) -> None:
         """Raises UsageError."""

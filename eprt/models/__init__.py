@@ -25,7 +25,7 @@ from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.routing import Router
 from eprt.weights import ExpertWeights, LatentWeights, SharedExpertWeights
 from eprt.world import World
-from eprt.world.agree import Header, exchange
+from eprt.world.agree import Header, exchange, shared_errors
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     "gpt_oss": gpt_oss.GptOss,
@@ -240,12 +240,9 @@ def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None =
         WorldMismatch: `parts` of other layers, or of other checkpoints, on some ranks.
     """
     require_kinds(build_layer, {"world": world})  # without one, there are no peers to tell
-    try:
+    with shared_errors(world, Header("build")):
         require_kinds(build_layer, {"parts": parts})
         _refuse_foreign(parts, world)
-    except ConfigError as error:
-        exchange(world, Header("build"), error)
-        raise
     exchange(world, Header("build", parts.layer, 0, fingerprint=parts.fingerprint))
     return ExpertParallelMoE(
         parts.config,

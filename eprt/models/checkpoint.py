@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from eprt.errors import CheckpointError, EprtError, WorldMismatch
+from eprt.errors import CheckpointError, WorldMismatch
 from eprt.json_files import read_object, shown
 from eprt.kinds import require_kinds
 from eprt.models.hf_config import HfConfig
 from eprt.models.shards import DTYPE_NAMES, Index, Shard
-from eprt.world.agree import Header, exchange
+from eprt.world.agree import Header, exchange, shared_errors
 
 if TYPE_CHECKING:
     from eprt.world import World
@@ -276,11 +276,8 @@ def load_on_all_ranks(world: World, load: Callable[[], T], layer: int = -1) -> T
         EprtError: the lowest failing rank's error, the same on every rank.
         WorldMismatch: the ranks read different checkpoints (or revisions of one).
     """
-    try:
+    with shared_errors(world, Header("load", layer, 0)):
         loaded = load()
-    except EprtError as error:
-        exchange(world, Header("load", layer, 0), error)  # raises on every rank, here included
-        raise
     try:
         exchange(world, Header("load", layer, 0, fingerprint=loaded.fingerprint))
     except WorldMismatch as mismatch:

@@ -91,9 +91,11 @@ def section(hf: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def flatten(hf: dict[str, Any]) -> dict[str, Any]:
-    """Merges the fields of a nested `text_config` with those around it, which win. Raises ConfigError."""
-    nested = section(hf, "text_config") if "text_config" in hf else {}
-    return HfConfig({**nested, **{name: value for name, value in hf.items() if name != "text_config"}}, where(hf))
+    """Merges the fields of a nested `text_config` with those around it, which win where they are set. Raises
+    ConfigError."""
+    around = {name: value for name, value in hf.items() if value is not None and name != "text_config"}
+    nested = {} if hf.get("text_config") is None else section(hf, "text_config")
+    return HfConfig(nested | around, where(hf))
 
 
 def of_layer(hf: dict[str, Any], layer: int, *names: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +111,16 @@ def exchange(
         _raise_difference(world, header, rows, error)
     num_words = len(header.words)
     return tuple(row[_TOKENS] for row in rows), tuple(row[_WORDS : _WORDS + num_words] for row in rows)
+
+
+@contextmanager
+def shared_errors(world: Collectives, header: Header) -> Iterator[None]:
+    """Lets an EprtError of the block be one on all ranks: an `exchange` is what those whose block succeeds do next."""
+    try:
+        yield
+    except EprtError as error:
+        exchange(world, header, error)  # raises on every rank, here included
+        raise
 
 
 def _uneven(rows: Sequence[Sequence[int]], size: int) -> bool:

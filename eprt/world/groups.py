@@ -23,7 +23,7 @@ from eprt.json_files import shown
 from eprt.world.addresses import is_loopback, unresolved
 from eprt.world.guard import Guard
 from eprt.world.process import at_exit_leave, boot_id, bounded, number_of, restarts
-from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet
+from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet, require_files
 from eprt.world.termination import AGENT
 
 SILENT_AFTER_S = 10.0
@@ -155,7 +155,9 @@ def layout_in_words(parallel: ParallelConfig, device: torch.device) -> str:
 
 
 def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: str) -> Rendezvous:
-    """Finds all ranks that torchrun's environment names. Raises RankLost, WorldMismatch."""
+    """Finds all ranks that torchrun's environment names. Raises RankLost, WorldMismatch, ConfigError."""
+    if hosts_store(rank):
+        require_files(size)
     host, silent_s = ("rank 0" if hosts_store(0) else AGENT), silent_after(timeout_s)
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import secrets
 import socket
 import time
@@ -21,7 +22,7 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from eprt.errors import EprtError, RankLost, WorldMismatch, aligned, one_block
+from eprt.errors import ConfigError, EprtError, RankLost, WorldMismatch, aligned, one_block
 from eprt.world.addresses import listen, named_interface
 from eprt.world.process import Member, ended, job_name, record
 from eprt.world.termination import TERMINATION, Termination, ask
@@ -30,6 +31,7 @@ logger = logging.getLogger("eprt")
 T = TypeVar("T")
 
 _NOBODY_ASKED = "nobody asked"  # below it the record stands that ends the wait for rank 0
+_FILES, _OPEN = 24, "/dev/fd"  # of a World, beside those to each rank; of this process
 _LOOK_S = 0.05
 _LOOK_CLOSER_S = 0.5  # at the processes that are there: has one of them ended?
 _ALIKE = {
@@ -302,7 +304,7 @@ def meet(
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came, or come later.
         WorldMismatch: another process has this rank's place, or the ranks run different versions or mean different
             Worlds.
-        ConfigError: see `named_interface`.
+        ConfigError: see `named_interface`, `require_files`.
     """
     named_interface()  # one that is there, or an error before ranks meet
     job = hashlib.sha256(job_name().encode()).hexdigest()[:16]
@@ -312,6 +314,7 @@ def meet(
         attempt = _Attempt(base, rank, size, timeout_s, deadline, silent_s, host)
         attempt.join(Member.here(size, layout))
         try:
+            require_files(size)
             return exchange_addresses(attempt)
         except _Stale:
             logger.debug("rank 0 asked anew: what this rank had joined was of an earlier attempt")
@@ -320,6 +323,18 @@ def meet(
         except BaseException as error:
             attempt.report_error(error)
             raise
+
+
+def require_files(size: int) -> None:
+    """Raises ConfigError where this process may not open as many files as a World of so many ranks does: without them
+    torch ends the process, or connections are missing that a firewall might have dropped."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir(_OPEN)) if os.path.isdir(_OPEN) else 0
+    needed = _FILES + 2 * size  # a guard's links, and gloo's
+    if most < opened + needed and most != resource.RLIM_INFINITY:
+        raise ConfigError(
+            f"at most {most} open files here, {opened} of them open: {size} ranks take {needed} more; raise `ulimit -n`"
+        )
 
 
 def exchange_addresses(attempt: _Attempt) -> Rendezvous:

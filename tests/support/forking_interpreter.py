@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def _settle(request: dict, descriptors: list[int]) -> None:
         vars(sys).update({name: stream, f"__{name}__": stream})
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # what was imported may have asked for that of other variables
     os.chdir(request["cwd"])
     if request["session"]:
         os.setsid()

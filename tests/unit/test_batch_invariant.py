@@ -8,7 +8,7 @@ import pytest
 from support.cases.expert_cases import CPU, make_config, make_weights, shard_of
 from support.jobs import invariance_jobs as jobs
 
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import MAX_TOKENS, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import UnsupportedError
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import FEW, FEW_INVARIANT, ONE_ORDER, choose
@@ -74,7 +74,7 @@ def test_replicas_are_refused() -> None:
 )
 def test_schedules_are_those_of_one_order_of_sums(weight_format: str, hopper: bool, by_size: bool) -> None:
     """Few tokens get blocks that have it, where all tile schedules were seen to; else one serves all sizes."""
-    config, sizes = make_config(weight_format), (1, 7, 100, 5000)
+    config, sizes = make_config(weight_format), (1, 7, 100, 5000, 64 * MAX_TOKENS)
     runtime = RuntimeConfig(batch_invariant=True)
     executor = TritonGroupedExecutor(config, shard_of(config), make_weights(config), CPU, runtime)
     executor._hopper = hopper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from eprt.bench.step import StepCase, StepFound, StepTimes, step_rows
 from eprt.bench.timing import first_samples, samples
 from eprt.cli import bench as bench_command
 from eprt.cli import main
+from eprt.cli.arguments import Bench
 from eprt.cli.terminal import Terminal
 from eprt.config import MoEConfig
 from eprt.conformance import transport
@@ -229,6 +231,16 @@ def bench(name: str, folder: Path, *words: str) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
+def test_a_pipe_gets_one_report() -> None:
+    reader, writer = os.pipe()
+    arguments, found = Bench(output=Path(f"/dev/fd/{writer}")), Report("layer", [])
+    bench_command.keep(arguments, Terminal(json=True))(found)
+    bench_command.finish(found, arguments, Terminal(json=True))
+    os.close(writer)
+    with open(reader) as pipe:
+        assert json.loads(pipe.read())["bench"] == "layer"
+
+
 def test_every_pair_of_a_layer_is_measured_or_left_out(tmp_path, capsys) -> None:
     found = bench("layer", tmp_path, "--tokens", "0", "3", "--executor", "torch_grouped", "--every-pair")
     pairs = [(row["pair"], row["token_format"], row["tokens"]) for row in found["rows"]]
@@ -268,6 +280,8 @@ def test_the_commit_is_never_that_of_a_project_around_the_package(tmp_path, monk
     [
         ("layer --shapes huge", "shape 'huge': expected one of tiny, gpt-oss-120b"),
         ("layer --tokens -3", "expected at least one number, none below"),
+        ("layer --tokens 8 100000000000000", "none below 0 or above 1048576"),
+        ("step --tokens 1048577", "none below 1 or above 1048576"),
         ("layer --tokens", "expected at least one number, none below"),
         ("layer --tokens 8 --replicas 2", "say which, --routing"),
         ("layer --routing zipf:1 --replicas 2 --placement x.json", "give one of them"),

@@ -121,6 +121,11 @@ def test_options_of_generation_are_transformers_own(
     assert {len(row) for row in greedy} == {5}
     assert greedy[0] == greedy[1], "the template's text"
     assert [row[:3] for row in greedy] == answers("--top-k", "1")[0] == answers("--top-p", "1e-9", "--min-p", "0")[0]
+    settings = speaking / "generation_config.json"
+    said = settings.read_text()
+    settings.write_text(json.dumps(json.loads(said) | {"temperature": 0}))
+    assert answers()[0] == [row[:3] for row in greedy], "0 is greedy there, too"
+    settings.write_text(said)
     stop = re.findall(r"<\|\d+\|>|.", texts[0])[0]
     stopped, ended = answers("--stop-strings", stop, "--stop-strings", "never")
     assert ended[0] == stop
@@ -229,6 +234,16 @@ def test_options_and_files_are_refused_before_ranks_start(
             {"max_length": 7},
             "example: 7 tokens, and generation_config.json's max_length is 7",
         ),
+        (
+            "generation_config.json",
+            {"do_sample": True, "temperature": "hot"},
+            "_config.json: temperature is 'hot': exp",
+        ),
+        ("generation_config.json", {"num_beams": "2"}, "num_beams is '2': expected an integer"),
+        ("generation_config.json", {"max_length": "20"}, "max_length is '20': expected an integer"),
+        ("generation_config.json", {"do_sample": "no"}, "do_sample is 'no': expected true or false"),
+        ("generation_config.json", {"do_sample": True, "top_k": -1}, "top_k is -1: must be at least 0"),
+        ("generation_config.json", {"repetition_penalty": 0}, "repetition_penalty is 0: must be 0.01 to 100"),
     ],
 )
 def test_a_checkpoint_is_refused_before_ranks_start(

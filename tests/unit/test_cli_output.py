@@ -34,6 +34,8 @@ def shell(line: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[s
         ("$EPRT --version > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
         ("$EPRT --help > /dev/full", 74, "eprt: the result couldn't be written: No space left"),
         ("$EPRT --help | true; exit ${PIPESTATUS[0]}", 141, ""),
+        ("$EPRT plan-experts --slots 8 --experts 8 --out /dev/stdout", 2, "eprt: ConfigError: --out /dev/stdout: what"),
+        ("$EPRT generate --output /dev/fd/2", 2, "eprt: ConfigError: --output /dev/fd/2: what the command says"),
         (f"$EPRT {EXPLAIN} --json > /dev/full 2> /dev/full", 74, ""),
         ("$EPRT explain --model /no/such 2> /dev/full", 2, ""),
         ("$EPRT plan-experts --slots 8 --experts 8 2> >(true)", 0, ""),  # progress, to a reader who has gone

@@ -242,6 +242,19 @@ def test_a_kernel_that_cannot_be_compiled_is_left_to_its_first_use(monkeypatch):
     assert compile_ahead.Compilation(todo, SM90, 2, fewest=2).wait() == 0, "no process for one kernel"
 
 
+@pytest.mark.parametrize("said", ["abc", "-1", "\u00b2", "9" * 5000, "1.5"])
+def test_what_is_no_number_of_processes_is_named_once(said, monkeypatch, caplog):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(100))
+    monkeypatch.setenv(compile_ahead.PROCESSES, said)
+    assert [compile_ahead._processes(1.0) for _ in range(3)] == [compile_ahead.MOST_PROCESSES] * 3
+    (message,) = caplog.messages
+    assert message.startswith("EPRT_COMPILE_PROCESSES='")
+    assert len(message) < 200
+    for number in ("0", "3"):
+        monkeypatch.setenv(compile_ahead.PROCESSES, number)
+        assert compile_ahead._processes(1.0) == int(number)
+
+
 @pytest.fixture
 def as_on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(compile_ahead, "_processes", lambda _: 2)

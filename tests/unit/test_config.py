@@ -67,6 +67,8 @@ INCONSISTENT = [
         (lambda: RuntimeConfig(max_tokens_per_rank=0), "max_tokens_per_rank 0"),
         (lambda: RuntimeConfig(validate="some"), "validate 'some'"),
         (lambda: Device.parse("gpu"), "expected 'cpu' or 'sm<number>'"),
+        (lambda: Device("gpu", 90), "kind 'gpu': expected one of cpu, cuda"),
+        (lambda: Device("cuda", "90"), "sm '90': expected int"),
         (lambda: Device.parse("sm9\u00b2"), "expected 'cpu' or 'sm<number>'"),
         (lambda: Device.parse("sm95"), "no GPU has this compute capability; known are sm50, .*sm89, sm90, sm100"),
         (lambda: RuntimeConfig(payload="fp4"), "payload 'fp4': expected one of f32, bf16, fp8_block, nvfp4"),

@@ -181,6 +181,18 @@ def test_what_does_not_fit_is_never_first() -> None:
         assert ways(kinds, 64)[0].fits, name
 
 
+@pytest.mark.parametrize(
+    ("moe_tp", "says"), [(1, ""), (2, "EP 8 is the fastest that fits: 1."), (8, "times the tokens")]
+)
+def test_a_faster_layout_is_named_whatever_the_attention(moe_tp: int, says: str, capsys) -> None:
+    for attention_tp in ("1", "2"):
+        words = ["--world", "8", "--device", "sm90", "--attention-tp", attention_tp, "--moe-tp", str(moe_tp)]
+        assert main(["explain", "--model", "Qwen3-30B-A3B", *words]) == 0
+        found = capsys.readouterr().out
+        assert says in found
+        assert ("is the fastest" in found) == bool(says)
+
+
 def test_no_pair_is_drawn_below_the_floor() -> None:
     config = kinds_of_layers(model_config("gpt-oss-120b"))[0][0]
     for parallel in (ParallelConfig(4), ParallelConfig(32, ranks_per_host=8)):

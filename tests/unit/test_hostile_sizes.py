@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.cases import expert_cases as cases
 
 from eprt.cli.terminal import Terminal, configure_logging
-from eprt.config import MAX_EXPERTS, MAX_WIDTH, MoEConfig, ParallelConfig, SharedExpert
+from eprt.config import MAX_EXPERTS, MAX_WIDTH, MoEConfig, ParallelConfig, RuntimeConfig, SharedExpert
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError, ConfigError, EprtError, UnsupportedError
 from eprt.models import load_layer
@@ -64,6 +64,7 @@ def test_sizes_of_a_config_have_limits(folder: Path, field: str, most: int, valu
 def test_other_sizes_have_limits_too() -> None:
     for refused in (
         lambda: ParallelConfig(2**31),
+        lambda: RuntimeConfig(max_tokens_per_rank=2**31),
         lambda: SharedExpert(2**40),
         lambda: ExpertPlacement(2**31, ParallelConfig(1)),
         lambda: MoEConfig(8, 2, 32, 32, model_hidden_size=2**31),

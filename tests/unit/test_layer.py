@@ -243,6 +243,7 @@ def test_a_layer_that_missed_the_warm_up_is_refused_and_works_after_one():
             ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime, layer=layer)
             for layer in range(3)
         )
+        assert not early.state_dict(), "experts are as the executor reads them"
         used(hidden, topk)
         world.warmup(early)
         for layer in (early, used):

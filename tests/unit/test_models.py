@@ -75,10 +75,15 @@ class TestAgainstTransformers:
         _, block, layer, folders = saved("qwen3_5_moe_text")
         text = json.loads((folders["original"] / CONFIG).read_text())
         nested = edit(folders["original"], tmp_path)
-        outer = {"model_type": "qwen3_5_moe", "dtype": "bfloat16", "text_config": text, "vision_config": {}}
-        (nested / CONFIG).write_text(json.dumps(outer))
-        parts = load_layer(nested, layer)
-        equal(parts.experts.down.data, block.experts.down_proj.data)
+        outer = {"model_type": "qwen3_5_moe", "dtype": "bfloat16", "vision_config": {}}
+        for fields in (
+            {"text_config": text},
+            {"text_config": text, "num_experts": None},
+            {"text_config": None, **text},
+        ):
+            (nested / CONFIG).write_text(json.dumps(fields | outer))
+            parts = load_layer(nested, layer)
+            equal(parts.experts.down.data, block.experts.down_proj.data)
         assert parts.module_path == f"model.language_model.layers.{layer}.mlp"
 
     @pytest.mark.parametrize("case", ["deepseek_v3", "ernie4_5_moe"])

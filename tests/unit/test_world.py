@@ -153,6 +153,10 @@ def test_too_few_open_files_are_named_on_all_ranks() -> None:
     assert mine.startswith("ConfigError: at most")
     assert mine.endswith("raise `ulimit -n`")
     assert other.startswith("RankLost: rank 1 raised: ConfigError: at most")
+    for left in (3, 9):  # of which torch would end the process, or say that a peer is silent
+        other, mine = launch(jobs.few_descriptors, 2, left=left)
+        assert mine.endswith("2 ranks take 28 more; raise `ulimit -n`")
+        assert other.startswith(f"RankLost: rank 1 raised: {mine}")
 
 
 def test_a_closed_world_gives_its_threads_and_descriptors_back() -> None:

@@ -262,7 +262,7 @@ def choose(pair: Pair, rows: float, cols: int, *, hopper: bool) -> Schedule:
     known = HOPPER[pair] if hopper else AMPERE
     if hopper and pair == "i4a16" and cols < INT4_DEEP:
         known = known[1:]
-    return next(schedule for limit, schedule in known if rows <= limit)
+    return next((schedule for limit, schedule in known if rows <= limit), known[-1][1])
 
 
 def limits(pair: Pair, *, hopper: bool) -> list[float]:

@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import random
+import resource
 import sys
 import time
 from pathlib import Path
@@ -190,6 +191,16 @@ def without_descriptors(context) -> str:
     broken = mock.patch("eprt.world.init_default_group", side_effect=full)
     with broken if context.rank == 1 else contextlib.nullcontext():
         return said(lambda: World.from_env("cpu", timeout_s=5.0))
+
+
+def few_descriptors(context, left: int) -> str:
+    """What a World says whose rank 1 may open so many more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if context.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + left, before[1]))
+    found = said(lambda: World.from_env("cpu", timeout_s=5.0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return found
 
 
 def split_of_a_second_default_group(context) -> list[int]:
