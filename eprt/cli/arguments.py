@@ -309,7 +309,7 @@ class BenchLayer(_Ranks, _Pair, _LowPrecision, PlottedBench):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What --simulate computes times of, by the dispatchers' bytes and the plan's cost model.
+    """Name what --simulate computes times of, by the dispatchers' bytes and the plan's cost model.
 
     --routing takes uniform, zipf:EXPONENT (hot experts are neighbours), zipf:EXPONENT:SEED (hot experts are random),
     counts as eprt.balance.write_counts writes them (.json), or recorded ids ([N, K] per layer, .safetensors).

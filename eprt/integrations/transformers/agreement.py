@@ -23,7 +23,7 @@ from eprt.world import World
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Step
 
-_NUMBER = re.compile(r"\d+")
+NUMBER = re.compile(r"\d+")
 REMEDY = (
     "Each forward of the model needs all ranks: one that has nothing to feed calls idle_step(model) where the others "
     "call model(...); generate(model, prompts), or `with lockstep(model):` around a loop of your own, does that by "
@@ -220,6 +220,11 @@ def agreement_of(model: nn.Module) -> ForwardAgreement:
     return agreement
 
 
+def layer_of(path: str) -> int:
+    """Returns the number of the model's layer, the first in a module's path: of counts as of placement files."""
+    return int(NUMBER.findall(path)[0])
+
+
 def _calls(model: Any, places: dict[str, Place]) -> list[Place]:
     """Returns the places in the order of a forward's calls: those of looped layers (Inkling 2) come once a pass."""
     config: Any = getattr(model, "config", None)
@@ -227,7 +232,7 @@ def _calls(model: Any, places: dict[str, Place]) -> list[Place]:
     if (passes := getattr(text, "loop_num_passes", 1)) == 1:
         return list(places.values())
     looped = range(text.loop_layer_index_start, text.loop_layer_index_end)
-    numbered = [(int(_NUMBER.findall(path)[0]), place) for path, place in places.items()]
+    numbered = [(layer_of(path), place) for path, place in places.items()]
     once = [place for number, place in numbered if number in looped]
     before = [place for number, place in numbered if number < looped.start]
     return [*before, *(once * passes), *(place for number, place in numbered if number >= looped.stop)]

@@ -19,7 +19,7 @@ from torch import nn
 
 from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
-from eprt.integrations.transformers.agreement import Place
+from eprt.integrations.transformers.agreement import NUMBER, Place, layer_of
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
 from eprt.integrations.transformers.experts import (
     activation_of,
@@ -42,7 +42,6 @@ from eprt.weights import Dense, ExpertWeights
 from eprt.world import World
 
 _EXPERT = re.compile(r"(?<=experts[._])\d+(?=\.)|(?<=expert_)\d+(?=\.)")
-_NUMBER = re.compile(r"\d+")
 _PLAIN = (torch.bfloat16, torch.float32)
 
 
@@ -86,7 +85,7 @@ def spread(
     with closing(load_on_all_ranks(world, lambda: open_source(model, checkpoint))) as source:
         require_same_weights(model, world, tuple(f"{path}." for path in source.modules))
         for path, experts in source.modules.items():
-            number = _layer_of(path)
+            number = layer_of(path)
             parts = load_on_all_ranks(world, lambda path=path: source.parts(path, world, placed), number)
             layer = ExpertParallelMoE(
                 parts.config, world, parts.weights, runtime=runtime, layer=number, placement=parts.placement
@@ -105,11 +104,6 @@ def spread(
     return layers
 
 
-def _layer_of(path: str) -> int:
-    """Returns the number of the model's layer, the first in a module's path: of counts as of placement files."""
-    return int(_NUMBER.findall(path)[0])
-
-
 def _complete_calls(model: nn.Module, modules: dict[str, Any]) -> None:
     """Lets a block with several experts modules make a call without tokens for each that its forward left out.
 
@@ -117,7 +111,7 @@ def _complete_calls(model: nn.Module, modules: dict[str, Any]) -> None:
     """
     blocks: dict[str, list[Any]] = {}
     for path, experts in modules.items():
-        last = list(_NUMBER.finditer(path))[-1]
+        last = list(NUMBER.finditer(path))[-1]
         blocks.setdefault(path[: last.end()], []).append(experts)
     for path, several in blocks.items():
         if len(several) > 1:
@@ -199,7 +193,7 @@ class _Source:
         E = whole["down_proj"].shape[0]
         placement = ExpertPlacement(E, world.parallel)
         if placed is not None:
-            placement = placed.placement(_layer_of(path), E, world.parallel)
+            placement = placed.placement(layer_of(path), E, world.parallel)
         shard = placement.shard(world.rank)
         own = self.own_tensors(path, whole, shard)
         gate_up, down, *biases = canonical(experts, [own[name] for name in parameter_names(experts)])
