@@ -268,13 +268,17 @@ def formula(number: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tens
     return (torch.einsum("tki,tkhi->tkh", inside, down[ids]) * weights.double()[..., None]).sum(1)
 
 
+def _tensors() -> dict[int, torch.Tensor]:
+    return {id(each): each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+
+
 def slept(context: Any, path: str) -> dict[str, Any]:
     """Outputs of a layer before and after all memory that its loading took was lost, all but what sleep keeps."""
     options = {"placement": path, "count_load": True}
     with plugin(context, config(additional_config={"eprt": options})) as vllm:
-        before = {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+        before = _tensors()  # held until the end: a new tensor may take the id of one that is gone
         layer = loaded(vllm, context, "model.layers.3.mlp.experts")
-        every = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in before]
+        every = [each for number, each in _tensors().items() if number not in before]
         outputs, kept, said = [applied(layer, context.rank)], Kept(), []
         for _ in range(2):
             kept.save(vllm.state.built, lambda tensor: True)
