@@ -37,7 +37,7 @@ from eprt.errors import RankLost, one_block
 from eprt.world.links import GRACE_S, Links, LoopThread, StoreWatch
 from eprt.world.process import bounded, leave_at_once, stopped
 from eprt.world.rendezvous import Rendezvous
-from eprt.world.verdicts import BEAT_S, Suspicion, Verdicts, cut_off
+from eprt.world.verdicts import BEAT_S, PeerRecord, Suspicion, Verdicts, cut_off
 
 logger = logging.getLogger("eprt")
 T = TypeVar("T")
@@ -234,24 +234,30 @@ class Guard(Verdicts):
         if (asleep := now - due) > self._beat_s:  # this process was stopped or starved: peers beat, nobody heard them
             for peer in self._peers.values():
                 peer.heard_at = min(peer.heard_at + asleep, now)
+            self._watch.put_off(asleep)
         self._beat()
         self._judge()
+        self._judge_silence(now)  # not a later moment: this process may have been stopped since
         self._thread.loop.call_at(self._thread.loop.time() + self._beat_s, self._tick, now + self._beat_s)
 
     def _beat(self) -> None:
         self._links.send_all({"beat": [*self._progress, self._ending]}, must=bool(self._ending))
 
     def _judge(self) -> None:
-        """Raises the suspicions that this rank's own view supports."""
+        """Suspects the ranks whose processes are gone."""
         if self.verdict is not None or self._stop.is_set():
             return
-        now = time.monotonic()
-        expected = {rank: peer for rank, peer in self._peers.items() if not peer.ending}
-        for rank, peer in expected.items():
+        for rank, peer in self._expected().items():
             if self._gone(rank):
                 self._propose(self._suspicion(rank, "exited", f"process {self._members[rank].pid} is gone"))
             elif peer.closed and not self._same_home(rank):
                 self._propose(self._suspicion(rank, "exited", "its connections closed"))
+
+    def _judge_silence(self, now: float) -> None:
+        """Suspects the ranks that weren't heard, and the store if it didn't answer, for too long before `now`."""
+        if self.verdict is not None or self._stop.is_set():
+            return
+        expected = self._expected()
         silent = [rank for rank, peer in expected.items() if now - peer.heard_at > self._silent_after_s]
         if silent:
             # Those that stopped with it are a beat behind at most.
@@ -260,9 +266,12 @@ class Guard(Verdicts):
         if complaint := self._watch.complaint(now, self.somebody_ended):
             self._propose(Suspicion(-1, "store", complaint))
 
+    def _expected(self) -> dict[int, PeerRecord]:
+        return {rank: peer for rank, peer in self._peers.items() if not peer.ending}
+
     def _accuse_silent(self, silent: list[int]) -> None:
         halted = [rank for rank in silent if self._same_home(rank) and stopped(self._members[rank].pid)]
-        side = sorted({self.rank, *(rank for rank, peer in self._peers.items() if not peer.ending)} - set(silent))
+        side = sorted({self.rank, *self._expected()} - set(silent))
         near = any(map(self._same_home, silent))
         where = "" if any(map(self._met, silent)) else self._blocked(side[0], silent[0])
         if not halted and (found := cut_off(side, silent, near, where)) is not None:

@@ -334,6 +334,11 @@ class StoreWatch(threading.Thread):
             self.join(timeout=2.0)
         self._store = None
 
+    def put_off(self, seconds: float) -> None:
+        """Gives the store longer to answer, by the time in which this process was stopped."""
+        if (asked_at := self._asked_at) is not None:
+            self._asked_at = asked_at + seconds
+
     def complaint(self, now: float, somebody_ended: bool) -> str:
         """Returns what is wrong with the store, "" for nothing. An ended rank that served it explains its end."""
         if self._error is not None:

@@ -57,12 +57,13 @@ def die(*_: object, **__: object) -> None:
 
 
 def stop_for(seconds: float) -> None:
-    """Stops this process; a child of it wakes it up again."""
-    if os.fork() == 0:
+    """Stops this process, and returns when a child of it has woken it up again."""
+    if (child := os.fork()) == 0:
         os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(seconds)
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
+    os.waitpid(child, 0)
 
 
 def layer_of(

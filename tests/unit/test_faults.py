@@ -101,6 +101,10 @@ def test_a_rank_that_goes_on_after_the_verdict_agrees_with_it() -> None:
     assert verdict(failure)[:3] == ("RankLost", 0, "silent"), failure
 
 
+def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
+    assert launch(jobs.all_are_stopped_and_go_on, 3, timeout_s=40.0) == ["healthy"] * 3
+
+
 def test_a_rank_that_hears_nobody_ends_itself() -> None:
     failure = failed(jobs.is_cut_off, 4, victim=2)
     error, rank, why, message = verdict(failure, 2)

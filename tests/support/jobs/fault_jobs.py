@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from eprt.conformance.faults.job import CheckedLayer
 from eprt.tokens import TopK
 from eprt.world import World, groups
+from eprt.world.guard import Guard
 from eprt.world.links import Links
 from support.builders import NOTHING, die, said, stop_for
 from support.jobs.attack_jobs import late_client
@@ -63,11 +65,37 @@ def loses_the_store_at_once(context, port: int, server: int, what: str) -> None:
 
 
 def is_stopped_and_goes_on(context, victim: int) -> str:
-    """The victim sleeps like a stopped process, which hears nobody, and wakes after the others' verdict."""
+    """The victim wakes up after the others' verdict."""
     world = context.world(timeout_s=LIMIT_S)
-    if context.rank == victim:
-        stop_for(LIMIT_S)
-    return _step_until_lost(world)
+    with _stopped_in_a_beat(world, LIMIT_S) if context.rank == victim else nullcontext():
+        return _step_until_lost(world)
+
+
+def all_are_stopped_and_go_on(context) -> str:
+    """As by Ctrl-Z and `fg`, for longer than a silent rank or store is waited for."""
+    world = context.world(timeout_s=LIMIT_S)
+    with _stopped_in_a_beat(world, 0.8 * LIMIT_S) as beat:
+        while beat.call_count < 3:
+            time.sleep(0.05)
+        world.barrier()
+    return "healthy"
+
+
+@contextmanager
+def _stopped_in_a_beat(world: World, seconds: float) -> Iterator[mock.Mock]:
+    """Stops this process in the middle of its guard's next beat, while the store owes it an answer."""
+    guard = world._guard
+    assert guard is not None
+    guard._watch.stop()
+
+    def stop_once() -> None:
+        if beat.call_count == 1:
+            guard._watch._asked_at = time.monotonic()
+            stop_for(seconds)
+        Guard._beat(guard)
+
+    with mock.patch.object(guard, "_beat", side_effect=stop_once) as beat:
+        yield beat
 
 
 def two_of_one_name(context) -> str:
