@@ -2,7 +2,8 @@
 # A vLLM server with data-parallel attention and experts over all of its ranks, run by eprt's plugin.
 #   launch/vllm_serve.sh MODEL                          every GPU of this host
 #   RANKS=4 launch/vllm_serve.sh MODEL --port 8001      so many ranks; further arguments go to vllm serve
-# Several hosts: add vLLM's own --data-parallel-address, --data-parallel-size-local and --headless.
+# Several hosts: RANKS is those of all of them; add vLLM's own --data-parallel-address, --data-parallel-size-local and,
+# on all hosts but the first, --data-parallel-start-rank and --headless.
 set -euo pipefail
 [ $# -gt 0 ] || { echo "usage: launch/vllm_serve.sh MODEL [vllm serve arguments]" >&2; exit 2; }
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)

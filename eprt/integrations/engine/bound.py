@@ -16,7 +16,7 @@ from eprt.integrations.engine.reloading import MATRICES, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
 from eprt.weights import ExpertWeights
-from eprt.world.agree import Header, exchange
+from eprt.world.agree import Header, exchange, shared_errors
 
 
 class BoundLayer:
@@ -103,13 +103,10 @@ class BoundLayer:
     def _placed(self, layer: ExpertParallelMoE, weights: Callable[[list[int] | None], ExpertWeights]) -> ExpertWeights:
         """Returns the experts of this rank's slots. Collective: what one rank can't bring is an error on all."""
         header = Header("load", self.binding.number, 3)
-        try:
+        with shared_errors(layer.world, header):
             if len(self.received.experts()) < self.received.num_experts:
                 raise UsageError(f"{self.binding.name}: experts that were placed elsewhere are loaded all at once")
             loaded = weights(None)
-        except EprtError as error:
-            exchange(layer.world, header, error)  # raises on every rank, here included
-            raise
         exchange(layer.world, header)
         return redistribute(layer.world, loaded, layer.placement)
 
