@@ -187,6 +187,27 @@ def test_few_experts_travel_for_a_small_change() -> None:
     assert max(rank_loads(counts, near)) <= 1.02 * max(rank_loads(counts, fresh))
 
 
+@pytest.mark.parametrize(
+    ("counts", "now", "hottest"),
+    [
+        ([7] * 4, (2, 3, 1, 3, 3, 0), 28 / 3),  # evener than the greedy plan: that isn't what it becomes
+        ([28, 3, 17, 27, 46], (4, 3, 1, 4, 0, 2), 46),  # experts in order are cooler than that plan
+        ([2, 2, 9, 3], (0, 3, 3, 1, 2, 2), 6),  # a rank's second replica of an expert carries nothing
+    ],
+)
+def test_a_plan_near_what_holds_is_as_cool_as_either(counts, now, hottest) -> None:
+    parallel = ParallelConfig(3)
+    near = plan_placement(counts, parallel, 6, current=ExpertPlacement(len(counts), parallel, now))
+    assert max(rank_loads(counts, near)) <= 1.02 * hottest + 1e-9
+    assert all(near.slots[slot] != near.slots[slot + 1] for slot in (0, 2, 4) if near.slots[slot] != EMPTY)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(5, ranks_per_host=2), ParallelConfig(20, 1, 4, 10)])
+def test_hosts_that_hold_no_equal_shares_are_planned_for(parallel) -> None:
+    """3 + 2 ranks, or experts of 4 slices on hosts of 10."""
+    assert imbalance(rank_loads([5, 4, 3, 2, 1], plan_placement([5, 4, 3, 2, 1], parallel, 10))) < 1.2
+
+
 def test_hosts_are_balanced_first() -> None:
     counts = list(zipf(16, 0.8))
     plan = plan_placement(counts, ParallelConfig(4), 16, domain_size=2)
