@@ -70,6 +70,7 @@ def test_ids_outside_are_not_counted_and_nothing_is_read() -> None:
             "layer '1",
             id="long",
         ),
+        ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1], "01": [2]}}', "layer '01'"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1, -1]}}', "layer 1: .*none negative"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1.5]}}', "layer 1"),
     ],
@@ -274,6 +275,7 @@ def test_placements_come_back_from_their_file(tmp_path) -> None:
         ({"ep_size": 0}, "ep_size is 0"),
         ({"layers": []}, "layers is missing or empty"),
         ({"layers": {"one": [0, 1]}}, "layer 'one'"),
+        ({"layers": {"1": [0, 1], "01": [1, 0]}}, "layer '01'"),
         ({"layers": {"1": [0, 1.0]}}, "layer 1: expected a list"),
         ({"layers": {"1": [0, 0]}}, r"layer 1: experts \[1\] have no slot"),
         ({"layers": {"1": [0, 1, 2, 2]}}, r"layer 1: slots name experts \[2\]"),
@@ -339,6 +341,14 @@ def test_counts_that_are_none_of_the_layers_are_refused(counts, says: str) -> No
         weigh(config, counts, place, place, 50, time=lambda rows, experts: rows)
     with pytest.raises(ConfigError, match=r"expected numbers \[layers, E\]"):
         report(counts, [place])
+
+
+def test_placements_of_other_sizes_are_not_weighed() -> None:
+    config, two = MoEConfig(4, 1, 128, 128), ParallelConfig(2)
+    right = ExpertPlacement(4, two)
+    for other in (ExpertPlacement(8, two), ExpertPlacement(4, ParallelConfig(4))):
+        with pytest.raises(ConfigError, match=r"placements of \(experts, ranks\) .*for the layer's 4 experts"):
+            weigh(config, [1] * 4, right, other, 50, time=rows_alone)
 
 
 GPT_OSS = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")
