@@ -41,6 +41,12 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def layer_number(name: str) -> int | None:
+    """Returns the layer that a key names, written as JSON writes numbers; None for others: 01 would be 1 once more."""
+    digits = name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS
+    return int(name) if digits and name == str(int(name)) else None
+
+
 def parse(raw: bytes | bytearray, where: str, kind: type[CheckpointError | ConfigError] = CheckpointError) -> Any:
     """Parses JSON.
 

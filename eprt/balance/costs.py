@@ -97,9 +97,14 @@ def weigh(
         one_replica: each expert's tokens go to one of its replicas, as decode does; else they are shared evenly.
 
     Raises:
-        ConfigError: counts of another number of experts, or counts that are none.
+        ConfigError: counts or placements of another number of experts, placements on different ranks, or counts that
+            are none.
     """
     require_kinds(weigh, locals())
+    sizes = {(each.num_experts, each.parallel.ep_size) for each in (before, after)}
+    if sizes != {(config.num_experts, before.parallel.ep_size)}:
+        found = f"placements of (experts, ranks) {sorted(sizes)}"
+        raise ConfigError(f"{found}: expected two of one size, for the layer's {config.num_experts} experts")
     counts = numbers_of(counts, config.num_experts)
     size = expert_bytes(config, before.parallel.moe_tp_size)
     rows = tokens * before.parallel.world_size * config.top_k  # each rank sends tokens of its own

@@ -13,7 +13,7 @@ import torch
 from eprt.config import MAX_EXPERTS
 from eprt.errors import ConfigError
 from eprt.files import write_whole
-from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
+from eprt.json_files import layer_number, parse, read_bounded, shown
 from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.world import World
@@ -100,9 +100,9 @@ def _checked(value: Any, path: str | Path) -> Counts:
         raise ConfigError(f"{path}: layers is missing or empty: expected an object of layer numbers")
     found: dict[int, tuple[int, ...]] = {}
     for name, row in layers.items():
-        if not (name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS):
+        if (number := layer_number(name)) is None:
             raise ConfigError(f"{path}: layer {shown(name)}: expected a layer's number")
         if not isinstance(row, list) or not row or not all(type(n) is int and 0 <= n < 1 << 63 for n in row):
             raise ConfigError(f"{path}: layer {name}: expected a list of counts, one per expert, none negative")
-        found[int(name)] = tuple(row)
+        found[number] = tuple(row)
     return found

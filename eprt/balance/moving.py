@@ -15,6 +15,7 @@ from eprt.errors import CapacityError, ConfigError, UnsupportedError, UsageError
 from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY, ExpertPlacement
+from eprt.plan import require_single
 from eprt.rounding import round_up
 from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of, shared_errors
@@ -194,7 +195,7 @@ class _Move:
 
 
 def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]) -> None:
-    """Raises ConfigError, UsageError."""
+    """Raises ConfigError, UsageError, UnsupportedError."""
     world.require_open()
     require_each("rebalance", layers, ExpertParallelMoE)
     require_each("rebalance", placements, ExpertPlacement)
@@ -214,6 +215,7 @@ def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placemen
                     f"{name} has {has} {what}, its new placement {given}: memory and captured graphs are of that size; "
                     "plan for it, or build the layer again"
                 )
+        require_single(new, layer.dispatcher.runtime)
         if not layer.translates_ids and not new.is_identity:
             raise UsageError(
                 f"{name} was built with its experts in order and no spare slot, so it translates no ids: build it with "

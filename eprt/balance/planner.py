@@ -55,7 +55,7 @@ def plan_placement(
         current: what holds now, of as many slots; the plan then stays near it: the fewest experts that travel for the
             same balance. Replicas that aren't needed any more go, which moves nothing.
         domain_size: expert-parallel ranks that share a host or an NVLink domain: domains are balanced first, since what
-            comes into one shares its links. None: those of a host, where a World knows it.
+            comes into one shares its links. None: those of a host, where a World knows it; fewer where hosts differ.
 
     Raises:
         ConfigError: too few slots, sizes that don't divide, counts that are none, or a `current` of another size.
@@ -68,7 +68,8 @@ def plan_placement(
             f"{num_slots} slots for {E} experts on {ranks} ranks: expected a multiple of {ranks}, {E} to {MAX_EXPERTS}"
         )
     if domain_size is None:
-        domain_size = max(1, (parallel.ranks_per_host or parallel.world_size) // parallel.moe_tp_size)
+        on_host = max(1, (parallel.ranks_per_host or parallel.world_size) // parallel.moe_tp_size)
+        domain_size = math.gcd(ranks, min(ranks, on_host))
     if domain_size < 1 or (domain_size < ranks and ranks % domain_size):
         raise ConfigError(f"domain_size {domain_size}: expected a divisor of the {ranks} expert-parallel ranks")
     plan, goal = _fewest_replicas(counts, parallel, num_slots, min(domain_size, ranks))
@@ -108,7 +109,7 @@ def _fewest_replicas(
     goal = GOOD_ENOUGH * plan.hottest
     in_order = _Slots(counts, by_rank(ExpertPlacement(len(counts), parallel)), domain_size)
     if in_order.hottest <= goal:
-        return in_order.filled_up(num_slots), goal
+        return in_order.filled_up(num_slots), min(goal, GOOD_ENOUGH * in_order.hottest)
     low, high, tried = 0, most, 0
     while low < high:
         fewer = _Slots.packed(counts, ranks, tried, domain_size)
@@ -124,10 +125,16 @@ def _fewest_replicas(
 
 
 def _nearest(plan: _Slots, goal: float, current: ExpertPlacement) -> _Slots:
-    """Chooses, of some ways from `current` to the goal, the one on which fewest experts travel."""
-    candidates = [plan.near(current)]
+    """Chooses, of some ways from `current` to the goal, the one on which fewest experts travel.
+
+    The goal is what holds now where that is cooler. A rank's second replica of an expert carries nothing, and goes.
+    """
+    once = [[EMPTY if expert in held[:i] else expert for i, expert in enumerate(held)] for held in by_rank(current)]
+    now = _Slots(plan.counts, once, plan.domain_size)
+    goal = min(goal, GOOD_ENOUGH * now.hottest)
+    candidates = [plan.near(current)] if plan.hottest <= goal else []
     for replicas in (None, plan):  # from as many replicas of each expert as there are, and as the plan has
-        kept = _Slots(plan.counts, by_rank(current), plan.domain_size)
+        kept = replace(now, held=[list(held) for held in once])
         if replicas is not None:
             kept.replicate(replicas)
         if kept.mend(goal):

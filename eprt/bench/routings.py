@@ -13,6 +13,7 @@ from eprt.balance.counts import read_counts, zipf
 from eprt.balance.planner import plan_placement
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
+from eprt.json_files import layer_number
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan.skew import Demand
 from eprt.rounding import round_up
@@ -66,7 +67,7 @@ def read_routing(text: str, num_experts: int, top_k: int) -> list[RoutedLayer]:
     if kind == "uniform" and not rest:
         return [RoutedLayer(0, (1,) * num_experts)]
     if kind == "zipf":
-        return [RoutedLayer(0, _zipf(text, rest, num_experts))]
+        return [_of_sizes(text, RoutedLayer(0, _zipf(text, rest, num_experts)), num_experts, top_k)]
     path = Path(text)
     if path.suffix == ".safetensors":
         found = _recorded(path, num_experts)
@@ -77,15 +78,15 @@ def read_routing(text: str, num_experts: int, top_k: int) -> list[RoutedLayer]:
     return [_of_sizes(path, each, num_experts, top_k) for each in found]
 
 
-def _of_sizes(path: Path, found: RoutedLayer, num_experts: int, top_k: int) -> RoutedLayer:
+def _of_sizes(where: str | Path, found: RoutedLayer, num_experts: int, top_k: int) -> RoutedLayer:
     if len(found.counts) != num_experts or (found.ids is not None and found.ids.shape[1] != top_k):
         chosen = "" if found.ids is None else f", top-{found.ids.shape[1]}"
         raise ConfigError(
-            f"{path}: layer {found.layer} is of {len(found.counts)} experts{chosen}; asked for are {num_experts}, "
+            f"{where}: layer {found.layer} is of {len(found.counts)} experts{chosen}; asked for are {num_experts}, "
             f"top-{top_k}"
         )
-    if sum(count > 0 for count in found.counts) < top_k:
-        raise ConfigError(f"{path}: layer {found.layer} names fewer experts than a token chooses ({top_k})")
+    if (named := sum(count > 0 for count in found.counts)) < top_k:
+        raise ConfigError(f"{where}: layer {found.layer} names fewer experts than a token chooses ({named} of {top_k})")
     return found
 
 
@@ -150,7 +151,7 @@ def _recorded(path: Path, num_experts: int) -> list[RoutedLayer]:
     found: list[RoutedLayer] = []
     for name, ids in tensors.items():
         whole = torch.can_cast(ids.dtype, torch.long)
-        if not (name.isascii() and name.isdigit()) or ids.dim() != 2 or not whole or not ids.numel():
+        if (number := layer_number(name)) is None or ids.dim() != 2 or not whole or not ids.numel():
             raise ConfigError(
                 f"{path}: tensor {name!r}, {ids.dtype} {list(ids.shape)}: expected [N, K] ids named by a layer's number"
             )
@@ -158,7 +159,7 @@ def _recorded(path: Path, num_experts: int) -> list[RoutedLayer]:
         if int(ids.min()) < 0 or int(ids.max()) >= num_experts:
             raise ConfigError(f"{path}: layer {name} names experts {ids.min()} to {ids.max()} of {num_experts}")
         counts = ids.flatten().bincount(minlength=num_experts)
-        found.append(RoutedLayer(int(name), tuple(counts.tolist()), ids.to(torch.int32)))
+        found.append(RoutedLayer(number, tuple(counts.tolist()), ids.to(torch.int32)))
     if not found:
         raise ConfigError(f"{path}: no layer in it")
     return sorted(found, key=lambda each: each.layer)

@@ -12,7 +12,7 @@ from typing import Any
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 from eprt.files import write_whole
-from eprt.json_files import MAX_DIGITS, parse, read_bounded, shown
+from eprt.json_files import layer_number, parse, read_bounded, shown
 from eprt.kinds import require_kinds
 from eprt.placement import ExpertPlacement, listed
 
@@ -109,7 +109,7 @@ def _parsed(value: Any) -> PlacementFile:
         raise ConfigError(f"layers is missing or empty: expected an object of layer numbers, or {ALL!r}")
     placed: dict[int | None, tuple[int, ...]] = {}
     for name, slots in layers.items():
-        if name != ALL and not (name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS):
+        if (number := layer_number(name)) is None and name != ALL:
             raise ConfigError(f"layer {shown(name)}: expected a layer's number, or {ALL!r}")
         if not isinstance(slots, list) or not slots or not all(type(expert) is int for expert in slots):
             raise ConfigError(f"layer {name}: expected a list with the expert in each slot, -1 for none")
@@ -117,5 +117,5 @@ def _parsed(value: Any) -> PlacementFile:
             placement = ExpertPlacement(sizes[0], ParallelConfig(sizes[1]), tuple(slots))
         except ConfigError as error:
             raise ConfigError(f"layer {name}: {error}") from error
-        placed[None if name == ALL else int(name)] = tuple(placement.slots)
+        placed[number] = tuple(placement.slots)
     return PlacementFile(sizes[0], sizes[1], placed)

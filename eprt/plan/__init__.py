@@ -95,11 +95,7 @@ def make_plan(
     placement = placement or ExpertPlacement(config.num_experts, parallel)
     config = placement.in_slots(config)
     placement.shard(0).slice_intermediate(config.intermediate_size)
-    if runtime.batch_invariant and any(len(slots) > 1 for slots in placement.replicas):
-        raise UnsupportedError(
-            "batch_invariant with replicated experts: which replica a token visits follows the batch; plan for as many "
-            "slots as experts"
-        )
+    require_single(placement, runtime)
     ask = _Ask(config, parallel, runtime, device, placement.num_local_experts)
     dispatchers = DISPATCHERS.values() if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)]
     executors = EXECUTORS.values() if runtime.executor == "auto" else [executor_spec(runtime.executor)]
@@ -122,6 +118,15 @@ def make_plan(
         settings={"rows of eprt tune": own_fingerprint()} if "auto" in (runtime.dispatcher, runtime.executor) else {},
         engines=ask.engines(best.executor, sees_ids=runtime.count_load or not placement.is_identity),
     )
+
+
+def require_single(placement: ExpertPlacement, runtime: RuntimeConfig) -> None:
+    """Raises UnsupportedError for replicas where a token's bits may not follow the batch."""
+    if runtime.batch_invariant and any(len(slots) > 1 for slots in placement.replicas):
+        raise UnsupportedError(
+            "batch_invariant with replicated experts: which replica a token visits follows the batch; plan for as many "
+            "slots as experts"
+        )
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def test_ids_outside_are_not_counted_and_nothing_is_read() -> None:
             "layer '1",
             id="long",
         ),
+        ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1], "01": [2]}}', "layer '01'"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1, -1]}}', "layer 1: .*none negative"),
         ('{"format": "eprt expert counts", "version": 1, "layers": {"1": [1.5]}}', "layer 1"),
     ],
@@ -187,6 +188,27 @@ def test_few_experts_travel_for_a_small_change() -> None:
     assert max(rank_loads(counts, near)) <= 1.02 * max(rank_loads(counts, fresh))
 
 
+@pytest.mark.parametrize(
+    ("counts", "now", "hottest"),
+    [
+        ([7] * 4, (2, 3, 1, 3, 3, 0), 28 / 3),  # evener than the greedy plan: that isn't what it becomes
+        ([28, 3, 17, 27, 46], (4, 3, 1, 4, 0, 2), 46),  # experts in order are cooler than that plan
+        ([2, 2, 9, 3], (0, 3, 3, 1, 2, 2), 6),  # a rank's second replica of an expert carries nothing
+    ],
+)
+def test_a_plan_near_what_holds_is_as_cool_as_either(counts, now, hottest) -> None:
+    parallel = ParallelConfig(3)
+    near = plan_placement(counts, parallel, 6, current=ExpertPlacement(len(counts), parallel, now))
+    assert max(rank_loads(counts, near)) <= 1.02 * hottest + 1e-9
+    assert all(near.slots[slot] != near.slots[slot + 1] for slot in (0, 2, 4) if near.slots[slot] != EMPTY)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(5, ranks_per_host=2), ParallelConfig(20, 1, 4, 10)])
+def test_hosts_that_hold_no_equal_shares_are_planned_for(parallel) -> None:
+    """3 + 2 ranks, or experts of 4 slices on hosts of 10."""
+    assert imbalance(rank_loads([5, 4, 3, 2, 1], plan_placement([5, 4, 3, 2, 1], parallel, 10))) < 1.2
+
+
 def test_hosts_are_balanced_first() -> None:
     counts = list(zipf(16, 0.8))
     plan = plan_placement(counts, ParallelConfig(4), 16, domain_size=2)
@@ -253,6 +275,7 @@ def test_placements_come_back_from_their_file(tmp_path) -> None:
         ({"ep_size": 0}, "ep_size is 0"),
         ({"layers": []}, "layers is missing or empty"),
         ({"layers": {"one": [0, 1]}}, "layer 'one'"),
+        ({"layers": {"1": [0, 1], "01": [1, 0]}}, "layer '01'"),
         ({"layers": {"1": [0, 1.0]}}, "layer 1: expected a list"),
         ({"layers": {"1": [0, 0]}}, r"layer 1: experts \[1\] have no slot"),
         ({"layers": {"1": [0, 1, 2, 2]}}, r"layer 1: slots name experts \[2\]"),
@@ -318,6 +341,14 @@ def test_counts_that_are_none_of_the_layers_are_refused(counts, says: str) -> No
         weigh(config, counts, place, place, 50, time=lambda rows, experts: rows)
     with pytest.raises(ConfigError, match=r"expected numbers \[layers, E\]"):
         report(counts, [place])
+
+
+def test_placements_of_other_sizes_are_not_weighed() -> None:
+    config, two = MoEConfig(4, 1, 128, 128), ParallelConfig(2)
+    right = ExpertPlacement(4, two)
+    for other in (ExpertPlacement(8, two), ExpertPlacement(4, ParallelConfig(4))):
+        with pytest.raises(ConfigError, match=r"placements of \(experts, ranks\) .*for the layer's 4 experts"):
+            weigh(config, [1] * 4, right, other, 50, time=rows_alone)
 
 
 GPT_OSS = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")

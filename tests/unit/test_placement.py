@@ -197,6 +197,7 @@ def test_with_moe_tp_each_slice_goes_to_its_own_rank(pools) -> None:
         ("layout", "WorldMismatch: ranks \\[1\\] hold prepared experts in other dtypes"),
         ("executor", "UnsupportedError: reference can't move experts"),
         ("plain", "UsageError: layer 0 was built with its experts in order"),
+        ("single", "UnsupportedError: .*batch_invariant with replicated experts"),
         ("step", "UsageError: rebalance inside step"),
         ("transport", "ArithmeticError: the transport broke"),
     ],

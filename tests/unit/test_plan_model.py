@@ -191,6 +191,7 @@ def test_recorded_ids_are_replayed_as_they_are(tmp_path) -> None:
         ("uniform:3", "expected uniform"),
         ("zipf:steep", "could not convert .*; expected uniform, zipf:EXPONENT"),
         ("zipf:1.1:a", "expected uniform, zipf:EXPONENT"),
+        ("zipf:25", r"zipf:25: layer 0 names fewer experts than a token chooses \(1 of 2\)"),
         ("zipf:-1", "an exponent from 0 to below 100"),
         ("zipf:1.1:99999999999999999999", "Overflow.*; expected uniform, zipf:EXPONENT"),
         ("{folder}/none.json", "none.json: can't be read"),

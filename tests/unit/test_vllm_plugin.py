@@ -15,14 +15,17 @@ from support.jobs import vllm_jobs as jobs
 from support.ports import free_port
 from support.stand_ins.vllm import host
 
+from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, UsageError
+from eprt.integrations.engine import balancing
 from eprt.integrations.engine.ranks import EXIT_S
+from eprt.integrations.engine.settings import placement_of
 from eprt.integrations.vllm import register
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import balance_options
 from eprt.integrations.vllm.worker import watch_worker
 from eprt.layer import ExpertParallelMoE
-from eprt.placement import EMPTY
+from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
 
 
@@ -140,10 +143,13 @@ def test_steps_that_run_the_model_are_counted(
     state.before_step.assert_called_once_with(forward=forward)
 
 
-@pytest.mark.parametrize("redundant", [0, 4])
-def test_experts_follow_what_is_hot_while_vllm_steps(pools, redundant: int) -> None:
-    """Two layers, one moved a step, by counts of all ranks; then new weights come to where the experts lie by now."""
-    first, second = pools(2).run(jobs.balanced, redundant=redundant, steps=44)
+@pytest.mark.parametrize(("redundant", "placed"), [(0, False), (4, False), (0, True)])
+def test_experts_follow_what_is_hot_while_vllm_steps(pools, tmp_path: Path, redundant: int, placed: bool) -> None:
+    """Two layers, one moved a step, by counts of all ranks; then new weights come to where the experts lie by now. A
+    file may say that they begin in order."""
+    options = {"placement": str(tmp_path / "p.json")} if placed else {}
+    PlacementFile(jobs.E, 2, {None: tuple(range(jobs.E))}).write(tmp_path / "p.json")
+    first, second = pools(2).run(jobs.balanced, redundant=redundant, steps=44, **options)
     for found in (first, second):
         assert found["worst"] < 3 * 2**-8  # three roundings to bf16, as in `close`
         assert found["changes"] >= 3
@@ -152,6 +158,21 @@ def test_experts_follow_what_is_hot_while_vllm_steps(pools, redundant: int) -> N
         in_order = [0, 1, 2, 3, EMPTY, EMPTY, 4, 5, 6, 7, EMPTY, EMPTY] if redundant else [1, 0, 2, 3, 4, 5, 6, 7]
         assert found["first"] == (tuple(in_order),) * 2
     assert (first["changes"], first["moved"]) == (second["changes"], second["moved"])
+
+
+def test_experts_may_come_to_lie_in_order_again() -> None:
+    parallel = ParallelConfig(2)
+    placement = ExpertPlacement(4, parallel, (2, 1, 0, 3))
+    layer: Any = Mock(placement=placement, config=Mock(num_experts=4), world=Mock(parallel=parallel))
+    with (
+        patch.object(balancing, "gather_load", return_value=torch.tensor([[10, 2, 6, 6]])),
+        patch.object(balancing, "rebalance") as moved,
+    ):
+        moved.return_value.slots = 2
+        one = balancing.Balancing(balancing.BalanceConfig(step_interval=1), Mock())
+        for _ in range(2):
+            one.before_step([layer])
+    moved.assert_called_once_with(layer.world, [layer], [ExpertPlacement(4, parallel)])
 
 
 def test_balancing_that_finds_no_expert_parallel_layer_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -203,6 +224,15 @@ def test_vllms_own_flag_becomes_eprts(caplog: pytest.LogCaptureFixture) -> None:
             assert vars(state.balancing.config) == eplb
 
 
+def test_the_next_engine_of_a_process_reads_its_placement_file_again(tmp_path: Path) -> None:
+    path, state, parallel = tmp_path / "p.json", PluginState(), ParallelConfig(2)
+    for slots in ((3, 2, 1, 0), (0, 2, 1, 3)):
+        PlacementFile(4, 2, {None: slots}).write(path)
+        state.forget()
+        found = placement_of({"placement": str(path)}, "layers.3", 4, parallel)
+        assert found == ExpertPlacement(4, parallel, slots)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_ranks_of_tensor_parallelism_compute_parts_of_the_sum(pools, dense: bool) -> None:
     """Also as the draft of a dense model, beside which vLLM makes no EP group."""
@@ -242,6 +272,15 @@ def test_experts_lie_where_a_placement_file_says(pools, tmp_path: Path) -> None:
         assert "a placement file can't say which it is" in found["no number"]
         assert found["other experts"].startswith("ConfigError: the placement file is for 8 experts, layer 3 has 16")
         assert found["drafts"] == [None] * 3
+
+
+def test_ranks_whose_placement_files_differ_hear_so_before_any_expert_travels(pools, tmp_path: Path) -> None:
+    for rank, slots in enumerate([(*reversed(range(8)), 0, 1), (*range(8), 3, 2)]):
+        PlacementFile(jobs.E, 2, {3: slots}).write(tmp_path / f"{rank}.json")
+    first, second = pools(2).run(jobs.other_files, folder=tmp_path)
+    assert first == second
+    assert all(said.startswith("WorldMismatch") for said in first), first
+    assert "placement" in first[0]
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "mxfp4", "nvfp4", "fp8_block"])

@@ -131,7 +131,7 @@ class Balancing:
                 plan = plan_placement(row, layer.world.parallel, held.num_slots, current=held)
                 before.append(imbalance(rank_loads(row, held)))
                 after.append(imbalance(rank_loads(row, plan)))
-                if plan.slots != held.slots and not plan.is_identity:
+                if plan.slots != held.slots:
                     self._moves.append((layer, plan))
         if self.reports and (self._moves or self.config.log_balancedness):
             self._logger.info(

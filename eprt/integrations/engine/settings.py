@@ -74,7 +74,7 @@ def runtime_with(options: Mapping[str, Any], max_tokens_per_rank: int) -> Runtim
 
 
 @functools.cache
-def _read(path: str) -> PlacementFile:
+def read_placements(path: str) -> PlacementFile:
     return PlacementFile.read(Path(path).expanduser())
 
 
@@ -94,7 +94,7 @@ def placement_of(
         raise ConfigError(
             f"layer {name!r} has {len(numbers)} numbers in its name: a placement file can't say which it is"
         )
-    return _read(path).placement(int(numbers[0]), num_experts, parallel)
+    return read_placements(path).placement(int(numbers[0]), num_experts, parallel)
 
 
 def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:

@@ -17,13 +17,14 @@ from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.balancing import Balancing
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.ranks import redistribute
-from eprt.integrations.engine.settings import STRICT, choose, placement_of, with_low_precision
+from eprt.integrations.engine.settings import STRICT, choose, placement_of, read_placements, with_low_precision
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
 from eprt.support import Device
 from eprt.weights import ExpertWeights
 from eprt.world import World
+from eprt.world.agree import Header, exchange, fingerprint_of
 
 # How the ranks of a layer's world come by their tokens; "local": each rank is a world of its own.
 Sharing = Literal["own tokens", "same tokens", "local"]
@@ -86,6 +87,7 @@ class EngineState:
 
     def forget(self) -> None:
         """Lets go of what an earlier engine of this process had: its ranks, its settings, and its layers' memory."""
+        read_placements.cache_clear()
         for each in fields(self):
             if each.default_factory is not MISSING:
                 setattr(self, each.name, each.default_factory())
@@ -117,7 +119,7 @@ class EngineState:
         world, options = self.worlds[sharing], self.options()
         placement = placement_of(options, name, config.num_experts, world.parallel)
         balanced = self.balancing is not None and sharing != "local"
-        if self.balancing is not None and balanced and placement is None:
+        if self.balancing is not None and balanced and (placement is None or placement.is_identity):
             placement = self.balancing.config.first_placement(config.num_experts, world.parallel)
         key = config, sharing, placement
         if key not in self.plans:
@@ -155,6 +157,9 @@ class EngineState:
         config, world, placement = binding.config, binding.world, binding.placement
         with self._timed("to build the layers"):
             if placement is not None:
+                found = {"placement": placement.fingerprint()}  # before ranks with other files send other sizes
+                header = Header("build", binding.number, 2, fingerprint=fingerprint_of(found), settings=found)
+                exchange(world, header)
                 experts = redistribute(world, experts, placement)
             layer = ExpertParallelMoE(
                 config,

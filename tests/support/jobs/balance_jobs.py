@@ -124,7 +124,8 @@ def refusals(context, what):
     """What this rank hears when a rebalance can't be, and whether the layer still works as before."""
     world = context.world()
     plain, spare = tuple(range(E)), (*range(E), 0, 1)
-    layer = build(world, plain if what == "plain" else spare)
+    single = {"slots": (*plain, -1, -1), "executor": "torch_grouped", "runtime": {"batch_invariant": True}}
+    layer = build(world, **single if what == "single" else {"slots": plain if what == "plain" else spare})
     before = layer.placement
     new = ExpertPlacement(E, world.parallel, (*reversed(range(E)), *(() if what == "plain" else (1, 0))))
     layers, placements, options = [layer], [new], {}

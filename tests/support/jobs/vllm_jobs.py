@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -219,7 +220,7 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         }
 
 
-def balanced(context: Any, redundant: int, steps: int) -> dict[str, Any]:
+def balanced(context: Any, redundant: int, steps: int, **options: str) -> dict[str, Any]:
     """Errors of a layer's outputs while what is hot changes, and the placements that it had. The first move finds no
     memory."""
     errors, placements, at = [], [], set()
@@ -233,6 +234,7 @@ def balanced(context: Any, redundant: int, steps: int) -> dict[str, Any]:
     outcomes = itertools.chain([CapacityError("no memory")], itertools.repeat(mock.DEFAULT))
     without_memory = mock.patch.object(balancing, "rebalance", wraps=balancing.rebalance, side_effect=outcomes)
     given = balanced_config(window_size=4, step_interval=8, num_redundant_experts=redundant)
+    given.additional_config["eprt"] |= options
     with without_memory, plugin(context, given) as vllm:
         vllm.state.take_over_balancing(given)
         layers = [loaded(vllm, context, f"layers.{n}", n) for n in range(2)]
@@ -347,6 +349,16 @@ def placed(context: Any, path: str) -> dict[str, Any]:
             for name, count in drafts:
                 made(vllm, context, name, num_experts=count)
         return found | {"drafts": [binding.placement for binding in vllm.state.bindings[1:]]}
+
+
+def other_files(context: Any, folder: Path) -> list[str]:
+    """What a rank hears whose placement file isn't the others', or who has none."""
+    said: list[str] = []
+    for path in (folder / f"{context.rank}.json", folder / "1.json" if context.rank else None):
+        options = {} if path is None else {"placement": str(path)}
+        with plugin(context, config(additional_config={"eprt": options})) as vllm:
+            said.append(message(lambda vllm=vllm: loaded(vllm, context, "model.layers.3.mlp.experts")))
+    return said
 
 
 def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
