@@ -35,8 +35,10 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
     """
     with shared_errors(world, Header("rebalance", -1, 3)):
         require_each("gather_load", layers, ExpertParallelMoE)
-        if len({layer.config.num_experts for layer in layers}) != 1:
-            raise ConfigError("gather_load takes layers of one number of experts: ask for each kind by itself")
+        sizes = sorted({layer.config.num_experts for layer in layers})
+        if len(sizes) != 1:
+            found = f"layers of {' and '.join(map(str, sizes))} experts" if sizes else "no layer"
+            raise ConfigError(f"gather_load got {found}: expected some of one size; ask for each kind by itself")
         own = torch.stack([layer.load() for layer in layers])
     settings = {"layers": " ".join(str(layer.dispatcher.layer) for layer in layers), "experts": str(own.shape[1])}
     exchange(world, Header("rebalance", -1, 3, fingerprint=fingerprint_of(settings), settings=settings))

@@ -22,17 +22,18 @@ from eprt.bench.report import Report, Row, p50_p99, percentile, slowest
 from eprt.bench.timing import first_samples, reason_of, samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
-from eprt.conformance.cases import Batch, make_topk
+from eprt.conformance.cases import Batch, chosen_ids
 from eprt.conformance.oracle import relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, dispatcher_spec, make_dispatcher
 from eprt.errors import ConfigError, EprtError, UnsupportedError
 from eprt.ranks.process import RankContext
+from eprt.rounding import round_up
 from eprt.support import Device
 from eprt.timing import host_stopwatch
 from eprt.tokens import PAYLOADS, TopK
 from eprt.world import World
 
-NUM_EXPERTS = 128
+NUM_EXPERTS = 128  # at least: as many as divide over the ranks
 CHECK_TOLERANCE = 1e-2  # bf16 sums; packed tokens are packed on both sides
 GRAPH_ROUNDS, GRAPH_REPEATS, EAGER_ROUNDS = 50, 20, 20
 PUSHED_BYTES = {"cuda": 1 << 27, "cpu": 1 << 22}  # to each peer
@@ -54,9 +55,9 @@ class DispatchCase:
     def __str__(self) -> str:
         return f"{self.transport}, hidden {self.hidden}, {self.tokens} tokens per rank"
 
-    @property
-    def config(self) -> MoEConfig:
-        return MoEConfig(NUM_EXPERTS, self.top_k, self.hidden, intermediate_size=128)
+    def config(self, ranks: int) -> MoEConfig:
+        """Returns the layer, of as many experts on each rank."""
+        return MoEConfig(round_up(NUM_EXPERTS, ranks), self.top_k, self.hidden, intermediate_size=128)
 
     @property
     def runtime(self) -> RuntimeConfig:
@@ -110,8 +111,10 @@ def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
     world = world_of(context)
     generator = torch.Generator().manual_seed(97 * case.tokens + world.rank)
     hidden = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
-    topk = make_topk(case.routing, case.tokens, world.size, case.config, generator)
-    owner = topk.ids // (NUM_EXPERTS // world.size)
+    config = case.config(world.size)
+    ids = chosen_ids(case.routing, case.tokens, world.size, config, generator)
+    topk = TopK(ids, torch.rand(ids.shape, generator=generator).softmax(1))
+    owner = ids // (config.num_experts // world.size)
     rows_to = [int((owner == rank).any(1).sum()) for rank in range(world.size)]
     measure = _measure_baseline if case.transport in _baselines() else _measure_dispatcher
     try:
@@ -123,9 +126,10 @@ def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
 
 def _measure_dispatcher(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:
     spec = dispatcher_spec(case.transport)
-    if not (verdict := spec.supports(case.config, world.parallel, case.runtime, Device.of(world.device))):
+    config = case.config(world.size)
+    if not (verdict := spec.supports(config, world.parallel, case.runtime, Device.of(world.device))):
         raise UnsupportedError(verdict.reason)
-    dispatcher = make_dispatcher(case.transport, world, case.config, case.runtime)
+    dispatcher = make_dispatcher(case.transport, world, config, case.runtime)
     try:
         world.warmup(dispatcher)
         own = batch.to(world.device)
@@ -143,11 +147,11 @@ def _measure_baseline(world: World, case: DispatchCase, batch: Batch, rows_to: l
     baseline = _baselines()[case.transport]
     if case.payload != "bf16":
         raise UnsupportedError("measured with bf16 tokens only")
-    own = batch.to(world.device)
-    with baseline.make(world, case.config, own.hidden, own.topk) as call:
+    own, config = batch.to(world.device), case.config(world.size)
+    with baseline.make(world, config, own.hidden, own.topk) as call:
         returned, error = call(), None
         if baseline.sums and isinstance(returned, torch.Tensor):
-            error = relative_error(returned, transport.weighted_sums(batch, torch.ones(NUM_EXPERTS), None))
+            error = relative_error(returned, transport.weighted_sums(batch, torch.ones(config.num_experts), None))
         graph = world.device.type == "cuda"
         return DispatchTimes(_sampled(graph, partial(samples, world, call)), rows_to, error, graph)
 
@@ -184,7 +188,7 @@ class _RoundTrip:
 
 def _check(dispatcher: Dispatcher, case: DispatchCase, batch: Batch, own: Batch) -> float:
     """Returns error of one round trip through experts that return their input."""
-    ones = torch.ones(NUM_EXPERTS)
+    ones = torch.ones(dispatcher.config.num_experts)
     sent = dispatcher.dispatch(own.hidden, own.topk, case.tokens)
     output = transport.scale_experts(sent.tokens, dispatcher.shard, ones, torch.bfloat16)
     returned = dispatcher.combine(output, sent.handle)

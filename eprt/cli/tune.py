@@ -35,7 +35,6 @@ from eprt.plan import make_plan
 from eprt.plan.measured import own_path, own_tables, sizes_of_experts
 from eprt.ranks.process import RankContext
 from eprt.ranks.stacks import WorldFailed
-from eprt.rounding import ceil_div
 from eprt.support import Device
 from eprt.timing import device_microseconds, host_stopwatch
 
@@ -54,6 +53,7 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
     config = kinds_of_layers(model_config(arguments.model))[0][0]
     _store(path, own_tables())  # before minutes of measuring: a file that can't be read, or written
     with ranks(arguments.world, arguments.device) as workers:
+        config = ExpertPlacement(config.num_experts, ParallelConfig(workers.size)).in_slots(config)  # as the plan asks
         sm, tables, cut = _measure(workers, config, arguments, terminal, start)
     device, size, most = Device("cuda" if sm else "cpu", sm), workers.size, max(arguments.tokens)
     before = _choices(config, size, most, device)
@@ -159,7 +159,7 @@ def _dispatch_times(ranks: int, part: Part, by_rank: list[DispatchTimes]) -> Ite
 def _experts_times(config: MoEConfig, ranks: int, part: Part, by_rank: list[ExpertTimes]) -> Iterator[Time]:
     """Yields an executor's times, the slowest rank's, unless a rank refused it."""
     if part.case is None and not any(rank.refused for rank in by_rank):
-        sizes = sizes_of_experts(config, ceil_div(config.num_experts, ranks))
+        sizes = sizes_of_experts(config, config.num_experts // ranks)
         for count in sorted(set(by_rank[0].us).intersection(*(rank.us for rank in by_rank))):
             yield {**sizes, "tokens": count}, part.name, max(rank.us[count] for rank in by_rank)
 

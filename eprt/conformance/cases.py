@@ -154,6 +154,17 @@ def coded_hidden(num_tokens: int, rank: int, call: int, hidden_size: int) -> tor
     return hidden.float()
 
 
+def chosen_ids(routing: str, num_tokens: int, size: int, config: MoEConfig, generator: torch.Generator) -> torch.Tensor:
+    """Returns [T, K] int32 ids, distinct in a row: any, or with the middle expert in all, or the last rank's first."""
+    E = config.num_experts
+    order = torch.rand(num_tokens, E, generator=generator)
+    if routing == "hot_expert":
+        order[:, E // 2] = 2.0
+    elif routing == "one_rank":
+        order[:, E - E // size :] += 1.0
+    return order.argsort(dim=1, descending=True)[:, : config.top_k].to(torch.int32)
+
+
 def make_topk(routing: str, num_tokens: int, size: int, config: MoEConfig, generator: torch.Generator) -> TopK:
     """Makes the routing of T tokens: distinct ids, weights 1/8, 1/4 or 1/2 (exact sums), a huge one for no expert.
 
@@ -164,12 +175,7 @@ def make_topk(routing: str, num_tokens: int, size: int, config: MoEConfig, gener
         raise ConfigError(f"top_k {K}: the conformance data is exact up to {_EIGHTHS}; check the layer with fewer")
     if routing not in ROUTINGS:
         raise ConfigError(f"routing case {routing!r} doesn't exist")
-    order = torch.rand(num_tokens, E, generator=generator)
-    if routing == "hot_expert":
-        order[:, E // 2] = 2.0
-    elif routing == "one_rank":
-        order[:, E - E // size :] += 1.0
-    ids = order.argsort(dim=1, descending=True)[:, :K].to(torch.int32)
+    ids = chosen_ids(routing, num_tokens, size, config, generator)
     none = torch.full((num_tokens, K), routing == "all_invalid")
     if routing == "partly_invalid":
         none = torch.rand(num_tokens, K, generator=generator) < 0.5

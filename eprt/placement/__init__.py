@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from operator import index
 
 import torch
@@ -278,14 +278,9 @@ def _contiguous(num_experts: int, ranks: int) -> tuple[int, ...] | range:
     fewest, more = divmod(num_experts, ranks)
     if not more:
         return range(num_experts)
-    held = [fewest + (rank < more) for rank in range(ranks)]
-    starts = [sum(held[:rank]) for rank in range(ranks)]
-    L = max(held)
-    return tuple(
-        chain.from_iterable(
-            [*range(start, start + count), *[EMPTY] * (L - count)] for start, count in zip(starts, held, strict=True)
-        )
-    )
+    starts = [rank * fewest + min(rank, more) for rank in range(ranks + 1)]
+    held = (range(*ends) for ends in pairwise(starts))
+    return tuple(chain.from_iterable([*experts, *[EMPTY] * (fewest + 1 - len(experts))] for experts in held))
 
 
 def chosen_slots(placement: ExpertPlacement, replicas: tuple[tuple[int, ...], ...] = ()) -> tuple[tuple[int, ...], ...]:

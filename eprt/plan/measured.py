@@ -22,7 +22,7 @@ from eprt.config import MoEConfig
 from eprt.errors import ConfigError, one_block
 from eprt.json_files import parse, read_bounded, shown
 
-BENCH_EXPERTS = 128  # experts of the layer whose tokens `eprt bench dispatch` sends
+BENCH_EXPERTS = 128  # experts, at least, of the layer whose tokens `eprt bench dispatch` sends
 MAX_BYTES = 16 << 20  # of one's own rows
 MAX_SOURCE = 200
 SLACK = 1.5  # a row answers for its tokens times this, and down to its tokens over this

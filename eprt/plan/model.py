@@ -252,8 +252,8 @@ def modelled_experts(
     machine = machine_of(device)
     if machine is None:
         return None
-    fit = _experts_fit(spec, config.weight_format)
     work = expert_terms(spec, config, parallel.moe_tp_size, hit, rows, machine)
+    fit = _experts_fit(spec, config.weight_format, work)
     found = _modelled(_parts(EXPERTS_TERMS, fit, work), fit, device)
     return replace(found, here=(device.sm, config.weight_format) in fit.formats)
 
@@ -272,10 +272,18 @@ def kept_format(spec: ExecutorSpec, weight_format: WeightFormat) -> WeightFormat
     return weight_format if weight_format in spec.weights else "bf16"
 
 
-def _experts_fit(spec: ExecutorSpec, weight_format: WeightFormat) -> Fit:
+def _experts_fit(spec: ExecutorSpec, weight_format: WeightFormat, work: Sequence[float]) -> Fit:
+    """Returns the executor's own fit; without one, that of the other which does this work soonest.
+
+    The least of each coefficient would be a time that none reaches: one's fit has the operations in the activations'
+    term, another's the activations in the operations'.
+    """
     fits = _experts_fits()
-    of_all = tuple(fit for (_, kept), fit in fits.items() if not kept)
-    return fits.get((spec.name, kept_format(spec, weight_format))) or fits.get((spec.name, "")) or _best(of_all)
+    if own := fits.get((spec.name, kept_format(spec, weight_format))) or fits.get((spec.name, "")):
+        return own
+    others = [fit for (_, kept), fit in fits.items() if not kept]
+    soonest = min(others, key=lambda fit: sum(_parts(EXPERTS_TERMS, fit, work).values()))
+    return Fit(soonest.coefficients, frozenset(), math.nan, math.nan)
 
 
 @cache
@@ -304,12 +312,6 @@ def experts_samples(name: str) -> Iterator[Sample]:
             terms = expert_terms(EXECUTORS[name], config, 1, row["hit"], row["rows"], machine)
             kept = kept_format(EXECUTORS[name], config.weight_format)
             yield Sample(sm, terms, row["us"][name], row["weight_format"], kept)
-
-
-def _best(fits: tuple[Fit, ...]) -> Fit:
-    """Returns, term by term, the least coefficient fitted to others; between equals preference decides."""
-    columns = zip(*(fit.coefficients for fit in fits), strict=True)
-    return Fit(tuple(min(column) for column in columns), frozenset(), math.nan, math.nan)
 
 
 def _parts(names: Sequence[str], fit: Fit, terms: Sequence[float]) -> dict[str, float]:

@@ -138,6 +138,14 @@ def test_what_was_never_measured_is_called_assumed() -> None:
     assert found is not None
     assert (found.basis, found.here) == ("assumed", False)
     assert "never measured on any GPU" in found.why
+    # Not the least of each coefficient: together they had no term left that grows with the rows.
+    for executor, tokens in itertools.product(("trtllm_gen", "cutedsl_nvfp4"), (1, 128, 4096, 1 << 18)):
+        b200, work = Device("cuda", 100), model.evenly(config, 32, tokens)
+        found = model.experts_estimate(EXECUTORS[executor], config, ParallelConfig(8), 32, tokens, b200)
+        machine = machine_of(b200)
+        assert found
+        assert machine
+        assert found.us > max(model.peaks_us(config, "nvfp4", 1, *work, machine))
     assert model.experts_estimate(EXECUTORS["reference"], config, ParallelConfig(8), 32, 1024, H200) is None
 
 

@@ -28,11 +28,12 @@ TINY = {
 }
 
 
-def test_what_was_measured_is_what_the_plan_goes_by(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(("world", "experts"), [(2, (8, 2)), (3, (32, 20))], ids=["even", "uneven, many at once"])
+def test_what_was_measured_is_what_the_plan_goes_by(tmp_path: Path, monkeypatch, capsys, world, experts) -> None:
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(tmp_path / "cache" / "plan.json"))
     model = tmp_path / "config.json"
-    model.write_text(json.dumps(TINY))
-    asked = ["--model", str(model), "--world", "2"]
+    model.write_text(json.dumps(TINY | dict(zip(("num_experts", "num_experts_per_tok"), experts, strict=True))))
+    asked = ["--model", str(model), "--world", str(world)]
     assert main(["tune", *asked, "--device", "cpu", "--tokens", "4", "16", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["path"] == str(tmp_path / "cache" / "plan.json")
@@ -41,8 +42,8 @@ def test_what_was_measured_is_what_the_plan_goes_by(tmp_path: Path, monkeypatch,
     assert found["cut"] == []
     experts, dispatch = found["tables"]
     assert [(row["tokens"], set(row["us"])) for row in experts["rows"]] == [
-        (8, {"torch_grouped"}),
-        (32, {"torch_grouped"}),
+        (4 * world, {"torch_grouped"}),
+        (16 * world, {"torch_grouped"}),
     ]
     assert [(row["tokens"], set(row["us"])) for row in dispatch["rows"]] == [
         (4, {"none", "torch"}),
@@ -54,7 +55,7 @@ def test_what_was_measured_is_what_the_plan_goes_by(tmp_path: Path, monkeypatch,
     assert shown["own_rows"] == found["path"]
     times = dispatch["rows"][1]["us"]
     assert shown["plans"][0]["dispatcher"] == min(times, key=times.get)
-    assert "measured" in shown["plans"][0]["reason"]
+    assert "torch_grouped measured" in shown["plans"][0]["reason"]
     assert "eprt tune" in shown["plans"][0]["reason"]
 
 

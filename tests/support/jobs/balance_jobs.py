@@ -204,7 +204,8 @@ def not_counted(context):
     """What a layer says that doesn't count, asked by one rank, and by all for the sum."""
     world = context.world()
     layer = build(world, range(E))
-    asked = layer.load, layer.reset_load, lambda: gather_load(world, [layer]), lambda: gather_load(world, layer)
+    gathers = (lambda given=given: gather_load(world, given) for given in ([layer], layer, []))
+    asked = layer.load, layer.reset_load, *gathers
     told = [said(ask) for ask in asked]
     layer.close()
     return told
