@@ -175,9 +175,11 @@ def test_a_lost_rank_at_start_up_is_exit_code_75() -> None:
 def test_a_late_rank_hears_from_rank_0s_store_though_rank_0_is_through() -> None:
     """Rank 1 is killed while it meets rank 0, whose process ends, too; rank 2 comes after that."""
     port = free_port()
-    pair = [process(rank, 3, port, timeout=60.0) for rank in (0, 1)]
-    await_server(port)
-    time.sleep(4.0)  # both have joined, on a loaded machine, too
+    joins = "import eprt.world.rendezvous as r; join = r._Attempt.join\n"
+    joins += "r._Attempt.join = lambda *given: (join(*given), print('joined', flush=True))\n"
+    code, names = joins + WORLD.format(timeout=60.0, then="pass"), {"WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+    pair = [Interpreter("-c", code, env=environment(RANK=rank, **names)) for rank in "01"]
+    assert [rank.stdout.readline() for rank in pair] == ["joined\n"] * 2
     pair[1].kill()
     time.sleep(2.0)
     started = time.monotonic()
