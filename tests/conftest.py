@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,9 @@ IN_RANKS = ("transformers.models.gpt_oss.modeling_gpt_oss", "eprt.integrations.t
 
 # What `eprt tune` measured on a developer's machine must not choose for the tests, nor for the ranks that they start.
 os.environ["EPRT_PLAN_ROWS"] = f"{os.devnull}/no-rows.json"
+
+UNUSED_S = 4.0  # a pool's idle ranks cost in this time what their Worlds cost to make: their threads wake up
+_asked_at: dict[WorldPool, float] = {}  # when a test asked for each open pool last
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,6 +63,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path.stem in TRANSFORMERS:
         preload(*IN_RANKS)  # only where such tests run: a rank starts the slower, the more it is forked with
+    if not any(name.startswith("pools") for name in item.fixturenames):
+        for pool in [pool for pool, at in _asked_at.items() if time.monotonic() - at > UNUSED_S]:
+            del _asked_at[pool]
+            pool.close()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist takes the groups' names
@@ -138,10 +146,14 @@ def _pools_by_size() -> Iterator[Callable[[int], WorldPool]]:
     held: dict[int, WorldPool] = {}
 
     def pool(size: int) -> WorldPool:
-        return held.setdefault(size, WorldPool(size, timeout_s=90, grace_s=0.5))
+        if size not in held or held[size].closed:
+            held[size] = WorldPool(size, timeout_s=90, grace_s=0.5)
+        _asked_at[held[size]] = time.monotonic()
+        return held[size]
 
     yield pool
     for each in held.values():
+        _asked_at.pop(each, None)
         each.close()
 
 

@@ -335,11 +335,11 @@ def seen(tmp_path, monkeypatch):
 
 def test_a_compiler_that_never_ends_is_given_up_and_ended(monkeypatch, seen, caplog):
     monkeypatch.setattr(compile_ahead, "_WORKER", NEVER_ANSWERS)
-    monkeypatch.setattr(compile_ahead, "PATIENCE", 5.0)
+    monkeypatch.setattr(compile_ahead, "PATIENCE", 2.0)
     assert compile_ahead.Compilation([copy_of(torch.bfloat16)], SM90, 1, fewest=1).wait() == 0
     (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert "1 of 1 kernels are left to be compiled at their first use" in warning
-    assert "nothing was heard for 5 s" in warning
+    assert "nothing was heard for 2 s" in warning
     wait_until_gone([int(process) for process in seen.read_text().split()])
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import interpreters
 from support.processes import environment
 
 from eprt.cli import main
@@ -25,8 +25,8 @@ MODULE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))  #
 
 def eprt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command in `folder`, where the module of --plugin lies."""
-    command, settings = [sys.executable, "-m", "eprt", *words], environment(PYTHONPATH=str(ROOT))
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=settings)
+    settings = environment(PYTHONPATH=str(ROOT))
+    return interpreters.run("-m", "eprt", *words, timeout=300, cwd=str(folder), env=settings)
 
 
 @pytest.mark.timeout(300)

@@ -29,21 +29,21 @@ VICTIM = 2
 
 
 @pytest.mark.parametrize(
-    ("kind", "why", "name", "sockets"),
+    ("kind", "why", "how"),
     [
         # With shared memory tests/unit/test_faults.py has every kind of loss.
-        ("killed", "exited", "torch", True),
-        ("leaves", "left", "torch", True),
-        ("raises", "raised", "none", False),
+        ("killed", "exited", {"name": "torch", "sockets": True}),
+        ("leaves", "left", {"name": "torch", "sockets": True, "not_awaited": VICTIM}),
+        ("raises", "raised", {"name": "none"}),
     ],
 )
-def test_survivors_name_the_lost_rank_in_the_same_words(kind: str, why: str, name: str, sockets: bool) -> None:
+def test_survivors_name_the_lost_rank_in_the_same_words(kind: str, why: str, how: dict) -> None:
     # The grace lets every survivor reach its own verdict after the victim's process has ended.
     with WorldPool(4, timeout_s=60.0, grace_s=2.5) as pool:
         pool.run(jobs.meet)  # start-up takes what the machine's load makes it take; finding a fault doesn't
         start = time.monotonic()
         with pytest.raises(WorldFailed) as failure:
-            pool.run(jobs.traffic_with_fault, timeout_s=12.0, kind=kind, victim=VICTIM, name=name, sockets=sockets)
+            pool.run(jobs.traffic_with_fault, timeout_s=12.0, kind=kind, victim=VICTIM, **how)
         seconds = time.monotonic() - start
     assert seconds < 15.0
     assert failure.value.failed_ranks == (VICTIM,)
@@ -199,10 +199,12 @@ def test_without_torchrun_worlds_follow_each_other_on_a_port_and_a_rank_that_nev
     assert launch(jobs.without_torchrun, 3, port=free_port(), what="one never comes") == [gone, "absent", gone]
 
 
-@pytest.mark.parametrize(("what", "why"), [("rank 0 is killed", "exited"), ("rank 0 closes early", "left")])
-def test_without_torchrun_the_store_host_is_named_like_any_other(what: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "why", "hangs"), [("rank 0 is killed", "exited", None), ("rank 0 closes early", "left", 0)]
+)
+def test_without_torchrun_the_store_host_is_named_like_any_other(what: str, why: str, hangs: int | None) -> None:
     with pytest.raises(WorldFailed) as failure:
-        launch(jobs.without_torchrun, 3, timeout_s=15.0, grace_s=2.5, port=free_port(), what=what)
+        launch(jobs.without_torchrun, 3, timeout_s=15.0, grace_s=2.5, not_awaited=hangs, port=free_port(), what=what)
     survivors = [report.raised for report in failure.value.reports if report.rank != 0]
     assert {(raised.error, raised.lost_rank, raised.why) for raised in survivors} == {("RankLost", 0, why)}
     assert len({raised.message for raised in survivors}) == 1

@@ -93,14 +93,15 @@ def replicas_take_over(context, dispatcher: str, victim: int) -> bool:
 
 def wakes_up_too_late(context, victim: int) -> list[str]:
     """Stopped until the others have gone on: it hears that it is out, and can't go on beside them."""
-    world = context.world(timeout_s=LIMIT_S)
+    limit_s = 3.0
+    world = context.world(timeout_s=limit_s)
     job = CheckedLayer(world, "none", "continue")
     job.step(0)
     if world.rank == victim:
-        stop_for(1.5 * LIMIT_S)
+        stop_for(1.5 * limit_s)
     if world.rank != victim:
         steps(job, 1, 12)
-        time.sleep(LIMIT_S)  # still there when it wakes
+        time.sleep(limit_s)  # still there when it wakes
         return [str(steps(job, world.step_number + 1, world.step_number + 3))]
     heard = said(lambda: [job.step(step) for step in range(1, 100)])
     return [heard, said(world.shrink)]
