@@ -90,5 +90,13 @@ ONE_JOB = ("test_families",)
 GROUPS = {
     "models": (*TRANSFORMERS, "test_transformers", "test_models", "test_model_dialects", "test_compressed_tensors"),
     "cases": ("test_matrix", "test_bad_input", "test_payload_scale", "test_mutations", "test_sm100_pairs"),
-    "libraries": ("test_flashinfer_sm90", "test_flashinfer_sm100", "test_flashinfer_a2a", "test_humming"),
+    "libraries": (
+        *("test_flashinfer_sm90", "test_flashinfer_sm100", "test_flashinfer_a2a", "test_humming"),
+        "test_packed_checkpoints",
+    ),
+    "dispatchers": ("test_gpu_jobs_on_gloo", "test_gpu_layers_on_gloo"),
+    "layers": (
+        *("test_layer", "test_batch_invariant", "test_placement", "test_load_experts", "test_balance", "test_step"),
+        "test_shared_exchange",
+    ),
 }
