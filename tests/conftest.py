@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         file, group = item.path.stem, groups.get(item.path.stem)
         if long.match(f"{file}::{item.name}"):
             item.add_marker("long")
-        if item.get_closest_marker("long"):
+        if item.get_closest_marker("long") and group != "cases":
             group = file if file in ONE_JOB else None
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))

@@ -86,7 +86,8 @@ TRANSFORMERS = (
 # to whichever worker is free, else one would have all models long after the others have ended.
 ONE_JOB = ("test_families",)
 
-# Files whose short tests take from each other what a process makes or imports once: one worker has all of a group.
+# Files whose short tests take from each other what a process makes or imports once: one worker has all of a group. So
+# do long ones of the cases: ranks keep a case's inputs, layers and right outputs.
 GROUPS = {
     "models": (*TRANSFORMERS, "test_transformers", "test_models", "test_model_dialects", "test_compressed_tensors"),
     "cases": ("test_matrix", "test_bad_input", "test_payload_scale", "test_mutations", "test_sm100_pairs"),
