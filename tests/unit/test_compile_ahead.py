@@ -16,6 +16,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from support.builders import live_tensors
 from support.kernel_modules import kernel_modules
 from support.processes import wait_until_gone
 
@@ -183,11 +184,11 @@ def test_a_warm_up_keeps_no_memory_of_its_tokens():
     """Kernels outlive it: what they are specialized for must not hold the rows between the two matrices."""
     with compiled_for(SM90), recording() as found:
         executor = an_executor()
-        before = {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+        before = live_tensors()
         executor.warmup(4096)
     assert any(hasattr(each, "block_shape") for kernel in found for each in kernel.arguments)
     gc.collect()
-    made = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in before]
+    made = [each for number, each in live_tensors().items() if number not in before]
     weights = {each.untyped_storage()._cdata for each in executor.slot_tensors().values()}
     assert [each.shape for each in made if each.untyped_storage()._cdata not in weights and each.numel() > 256**2] == []
 

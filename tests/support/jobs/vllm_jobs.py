@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from eprt.integrations.engine.state import describe
 from eprt.integrations.vllm.routing import take_over_gates
 from eprt.integrations.vllm.worker import Kept
 from eprt.placement import EMPTY, ExpertPlacement
-from support.builders import said
+from support.builders import live_tensors, said
 from support.stand_ins import vllm as stand_in
 
 E, K, H, I = 8, 2, 32, 64
@@ -270,17 +269,13 @@ def formula(number: int, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tens
     return (torch.einsum("tki,tkhi->tkh", inside, down[ids]) * weights.double()[..., None]).sum(1)
 
 
-def _tensors() -> dict[int, torch.Tensor]:
-    return {id(each): each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
-
-
 def slept(context: Any, path: str) -> dict[str, Any]:
     """Outputs of a layer before and after all memory that its loading took was lost, all but what sleep keeps."""
     options = {"placement": path, "count_load": True}
     with plugin(context, config(additional_config={"eprt": options})) as vllm:
-        before = _tensors()  # held until the end: a new tensor may take the id of one that is gone
+        before = live_tensors()
         layer = loaded(vllm, context, "model.layers.3.mlp.experts")
-        every = [each for number, each in _tensors().items() if number not in before]
+        every = [each for number, each in live_tensors().items() if number not in before]
         outputs, kept, said = [applied(layer, context.rank)], Kept(), []
         for _ in range(2):
             kept.save(vllm.state.built, lambda tensor: True)
