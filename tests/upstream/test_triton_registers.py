@@ -48,7 +48,7 @@ SPECIALIZED = {
 
 # Bytes of values that are kept in memory outside of loops; inside nothing is.
 SPILLED = {
-    ("up to 40 rows", "slabs", "mxfp4"): 16,
+    ("up to 26 rows", "slabs", "mxfp4"): 16,
     ("up to 12 rows", "gathering", "nvfp4"): 8,
     ("up to 12 rows", "rows", "nvfp4"): 8,
     ("up to 1073741824 rows", "gathering", "mxfp4"): 8,  # 0 in most processes: ptxas is at its last register
@@ -110,7 +110,7 @@ def machine(
     ("name", "what", "form"),
     [
         *product(SCHEDULES, ("gathering", "rows"), ("mxfp4",)),
-        *product(("up to 12 rows", "up to 40 rows"), ("slabs",), ("mxfp4",)),
+        *product(("up to 12 rows", "up to 26 rows"), ("slabs",), ("mxfp4",)),
         *product(("up to 12 rows", "up to 80 rows"), ("gathering", "rows"), ("nvfp4", "int4", "int4 with zeros")),
     ],
 )
