@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from eprt.bench.experts import SHAPES, ExpertCase, random_experts, sample_ids
+from eprt.bench.experts import SHAPES, ExpertCase, random_experts
+from eprt.bench.routings import sample_ids
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.experts import Executor, make_executor
 from eprt.tokens import FlatTokens, Payload

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from one_rank import executor_of
 
-from eprt.bench.experts import SHAPES, Ceilings, sample_ids
+from eprt.bench.experts import SHAPES, Ceilings
+from eprt.bench.routings import sample_ids
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.launch import Gemm, Rows, quantize_rows
 from eprt.experts.grouped.schedules import FP8_PAIRS, Schedule, Tile, choose

@@ -21,6 +21,7 @@ import torch
 
 from eprt.bench.baselines import MISSING, baselines
 from eprt.bench.report import Report, Row
+from eprt.bench.routings import read_routing, sampled_tokens
 from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
@@ -30,7 +31,7 @@ from eprt.rounding import ceil_div
 from eprt.routing import Router
 from eprt.support import Device
 from eprt.timing import device_microseconds, host_microseconds, host_stopwatch
-from eprt.tokens import FlatTokens, Payload
+from eprt.tokens import FlatTokens
 from eprt.weights import (
     FP8_BLOCK,
     INT4_GROUPS,
@@ -243,33 +244,38 @@ def experts_report(
     tokens: Sequence[int],
     runtime: RuntimeConfig | None = None,
     libraries: Sequence[str] = (),
+    routing: str = "uniform",
     keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Measures every case of `choose_cases` on this GPU, and other libraries' experts; the notes say what was left out.
 
     Args:
         libraries: names of other libraries' experts; empty: all that are installed; "none" for none.
+        routing: how tokens choose experts, as `eprt.bench.routings.read_routing` takes it.
         keep: called with what was found so far, case after case.
 
     Raises:
-        ConfigError: an unknown shape, executor or library, or no CUDA device.
+        ConfigError: an unknown shape, executor or library, a routing that doesn't fit a shape, or no CUDA device.
     """
     found, runtime = baselines(), runtime or RuntimeConfig()
     others = {} if found is None else found.EXPERTS
     if unknown := sorted(set(libraries) - {*others, "none"}):
         raise ConfigError(f"--libraries {unknown[0]!r}: expected {', '.join([*others, 'none'])}")
     choose_cases(shapes, executors, runtime, Device("cpu"))  # names that nobody knows are refused on any machine
+    sizes = {shape: (SHAPES[shape].config.num_experts, SHAPES[shape].config.top_k) for shape in shapes}
+    routed = {shape: None if routing == "uniform" else read_routing(routing, *sizes[shape])[0] for shape in shapes}
     device = cuda_device("experts")
     cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
     ceilings = Ceilings.measure(device)
     report = Report("experts", [], ceilings.as_dict(), left_out if found else [*left_out, MISSING])
     named = [name for name in libraries or others if name != "none"]
     for shape in shapes:
+        samples = [sampled_tokens(SHAPES[shape].config, count, device, routed[shape]) for count in tokens]
         jobs = [partial(_bench_executor, case, runtime) for case in cases if case.shape == shape]
         others = [ExpertCase(name, shape, SHAPES[shape].config) for name in named]
         jobs += [partial(_bench_baseline, case, bool(libraries)) for case in others]
         for job in jobs:
-            report.add(job(tokens, device, ceilings))
+            report.add(job(samples, device, ceilings))
             keep(report)
             torch.cuda.empty_cache()
     return report
@@ -283,7 +289,7 @@ def cuda_device(bench: str) -> torch.device:
 
 
 def _bench_executor(
-    case: ExpertCase, runtime: RuntimeConfig, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
+    case: ExpertCase, runtime: RuntimeConfig, samples: Sequence[FlatTokens], device: torch.device, ceilings: Ceilings
 ) -> list[Row]:
     """Returns the rows of one of eprt's executors."""
     config, shard = case.config, case.shard
@@ -299,15 +305,14 @@ def _bench_executor(
     peak = (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)) / layer_bytes
     del weights
     with host_stopwatch(took):
-        executor.warmup(max(tokens))
+        executor.warmup(max(flat.num_rows for flat in samples))
         torch.cuda.synchronize(device)
     costs = {"prepare_s": took[0] / 1e6, "warmup_s": took[1] / 1e6, "prepare_peak": peak}
-    samples = (sampled_tokens(config, count, device) for count in tokens)
     return [row(flat, _times(executor, flat) | costs) for flat in samples]
 
 
 def _bench_baseline(
-    case: ExpertCase, named: bool, tokens: Sequence[int], device: torch.device, ceilings: Ceilings
+    case: ExpertCase, named: bool, samples: Sequence[FlatTokens], device: torch.device, ceilings: Ceilings
 ) -> list[Row] | list[str]:
     """Returns another library's rows, or a note why there are none. Whatever it raises is a reason: versions vary."""
     library: Any = baselines()
@@ -324,7 +329,7 @@ def _bench_baseline(
             sample = sampled_tokens(config, library.CHECKED_TOKENS, device)
             library.check_experts(config, shard, weights, sample, call_for(sample)())
             costs |= {"warmup_s": time.perf_counter() - start - costs["prepare_s"], "prepare_peak": 0.0}
-            for flat in (sampled_tokens(config, count, device) for count in tokens):
+            for flat in samples:
                 call = call_for(flat)
                 times = _columns({"us": device_microseconds(call)}, host_microseconds(call))
                 rows.append(_row(case, weights.nbytes, ceilings, activations, flat, times | costs))
@@ -356,21 +361,6 @@ def _row(
     row |= {"rows_per_expert": local.numel() / max(hit, 1), **found, "weights_us": weights_us, "flops_us": flops_us}
     row["ratio"] = found["us"] / max(weights_us, flops_us) if local.numel() else None
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
-
-
-def sample_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """Returns [num_rows, top_k] int32: distinct experts per row, sampled uniformly, the same for the same sizes."""
-    generator = torch.Generator().manual_seed(num_rows)
-    scores = torch.rand(num_rows, num_experts, generator=generator)
-    return scores.topk(top_k, dim=1).indices.to(device, torch.int32)
-
-
-def sampled_tokens(config: MoEConfig, count: int, device: torch.device) -> FlatTokens:
-    """Returns `count` random tokens of all ranks, routed uniformly, the same experts for the same count."""
-    hidden = torch.randn(count, config.hidden_size, device=device).to(torch.bfloat16)
-    ids = sample_ids(count, config.top_k, config.num_experts, device)
-    weights = torch.full(ids.shape, 1.0 / config.top_k, device=device)
-    return FlatTokens(Payload.plain(hidden), ids, weights, config.num_experts, every_row_read=True)
 
 
 def _times(executor: Executor, flat: FlatTokens) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""Draws the experts that a bench's tokens choose: evenly, by Zipf, as counted, or as recorded."""
+"""Draws a bench's tokens and the experts that they choose: evenly, by Zipf, as counted, or as recorded."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 
 from eprt.balance.counts import read_counts, zipf
 from eprt.balance.planner import plan_placement
-from eprt.config import ParallelConfig
+from eprt.config import MoEConfig, ParallelConfig
 from eprt.errors import ConfigError
 from eprt.json_files import layer_number
 from eprt.placement import ExpertPlacement, SlotTable
 from eprt.plan.skew import Demand
 from eprt.rounding import round_up
+from eprt.tokens import FlatTokens, Payload
 
 BLOCK = 64  # tokens that meet the experts in one random order
 FORMS = "uniform, zipf:EXPONENT, zipf:EXPONENT:SEED, counts.json or ids.safetensors"
@@ -88,6 +89,24 @@ def _of_sizes(where: str | Path, found: RoutedLayer, num_experts: int, top_k: in
     if (named := sum(count > 0 for count in found.counts)) < top_k:
         raise ConfigError(f"{where}: layer {found.layer} names fewer experts than a token chooses ({named} of {top_k})")
     return found
+
+
+def sample_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Returns [num_rows, top_k] int32: distinct experts per row, sampled uniformly, the same for the same sizes."""
+    generator = torch.Generator().manual_seed(num_rows)
+    scores = torch.rand(num_rows, num_experts, generator=generator)
+    return scores.topk(top_k, dim=1).indices.to(device, torch.int32)
+
+
+def sampled_tokens(
+    config: MoEConfig, count: int, device: torch.device, routed: RoutedLayer | None = None
+) -> FlatTokens:
+    """Returns `count` random tokens of all ranks, the same experts for the same count, by default chosen uniformly."""
+    hidden = torch.randn(count, config.hidden_size, device=device).to(torch.bfloat16)
+    K, E = config.top_k, config.num_experts
+    ids = sample_ids(count, K, E, device) if routed is None else routed.draw(count, K, count).to(device, torch.int32)
+    weights = torch.full(ids.shape, 1.0 / K, device=device)
+    return FlatTokens(Payload.plain(hidden), ids, weights, E, every_row_read=True)
 
 
 def demand_of(by_rank: Sequence[torch.Tensor], placement: ExpertPlacement, one_replica: bool) -> Demand:

@@ -361,6 +361,8 @@ class BenchExperts(_LowPrecision, PlottedBench):
     """Only these executors; all that work here if none is named."""
     libraries: tuple[str, ...] = ()
     """Only these other libraries ("vllm triton", ...); the word none: no library. Default: all that are installed."""
+    routing: str = "uniform"
+    """How tokens choose experts, as `bench layer --routing` takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
         tokens=arguments.tokens,
         runtime=RuntimeConfig(low_precision_activations=arguments.low_precision_activations),
         libraries=arguments.libraries,
+        routing=arguments.routing,
         keep=keep(arguments, terminal),
     )
     for shape, rows in groups(report, "shape"):

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from eprt.bench.dispatch import DispatchCase, DispatchTimes, measure_dispatch
-from eprt.bench.experts import random_experts, sampled_tokens
+from eprt.bench.experts import random_experts
 from eprt.bench.report import Report, percentile, provenance, slowest
+from eprt.bench.routings import sampled_tokens
 from eprt.bench.timing import reason_of, world_of
 from eprt.cli.arguments import Tune
 from eprt.cli.bench import require_tokens

@@ -13,7 +13,8 @@ from support.cases import expert_cases as cases
 from eprt.bench import experts as bench
 from eprt.bench import router
 from eprt.bench.baselines import baselines
-from eprt.bench.experts import SHAPES, Ceilings, choose_cases, experts_report, random_experts, random_matrix, sample_ids
+from eprt.bench.experts import SHAPES, Ceilings, choose_cases, experts_report, random_experts, random_matrix
+from eprt.bench.routings import sample_ids, sampled_tokens
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
@@ -49,6 +50,8 @@ def test_unknown_names_and_machines_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device here"):
         experts_report(tokens=[1])
+    with pytest.raises(ConfigError, match="--routing 'hot': expected uniform"):
+        experts_report(tokens=[1], routing="hot")
     with pytest.raises(ConfigError, match="expected one of gpt-oss-120b"):
         router.router_report(["gpt"], tokens=[1])
     with pytest.raises(ConfigError, match="no CUDA device"):
@@ -118,7 +121,7 @@ def test_the_floor_is_of_the_arithmetic_that_is_allowed(activations, us):
     case = bench.ExpertCase(
         "triton_grouped", "deepseek-v3-fp8", replace(TINY_BF16, hidden_size=32, intermediate_size=16)
     )
-    flat = bench.sampled_tokens(case.config, 8, CPU)
+    flat = sampled_tokens(case.config, 8, CPU)
     rows = int((flat.ids < case.shard.num_local_experts).sum())
     rate = rows * 2 * 3 * 16 * 32 / 8e-6
     with_fp8, without = Ceilings(1e30, rate, 2 * rate), Ceilings(1e30, rate)
@@ -237,7 +240,7 @@ def tiny_case(rank: int = 1):
     torch.manual_seed(0)
     shard = ExpertPlacement(8, ParallelConfig(2)).shard(rank)
     weights = bench.random_experts(TINY_BF16, 4, CPU)
-    return shard, weights, bench.sampled_tokens(TINY_BF16, 24, CPU)
+    return shard, weights, sampled_tokens(TINY_BF16, 24, CPU)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -269,6 +272,8 @@ def test_other_libraries_are_measured_where_they_are_or_left_out_with_the_reason
         ("transformers grouped_mm", 8, 5.0),
         ("transformers grouped_mm", 16, 5.0),
     ]
+    [hot] = experts_report(["small"], tokens=[16], libraries=["transformers grouped_mm"], routing="zipf:4").rows
+    assert hot["rows_per_expert"] > report.rows[1]["rows_per_expert"]
     for row in report.rows:
         assert row["rows_per_expert"] > 1
         assert row["by_hand_us"] is row["library_us"] is None
