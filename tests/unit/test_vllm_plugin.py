@@ -175,6 +175,23 @@ def test_experts_may_come_to_lie_in_order_again() -> None:
     moved.assert_called_once_with(layer.world, [layer], [ExpertPlacement(4, parallel)])
 
 
+def test_every_layer_of_a_plan_moves_before_the_next_plan() -> None:
+    """Where a plan is due at each step, the first layer alone would move, again and again."""
+    parallel = ParallelConfig(2)
+    world, placement = Mock(parallel=parallel), ExpertPlacement(4, parallel, (2, 1, 0, 3))
+    layers: Any = [Mock(placement=placement, config=Mock(num_experts=4), world=world) for _ in range(3)]
+    with (
+        patch.object(balancing, "gather_load", return_value=torch.tensor([[10, 2, 6, 6]] * 3)) as planned,
+        patch.object(balancing, "rebalance") as moved,
+    ):
+        moved.return_value.slots = 2
+        one = balancing.Balancing(balancing.BalanceConfig(step_interval=1), Mock())
+        for _ in range(7):
+            one.before_step(layers)
+    assert [layers.index(call.args[1][0]) for call in moved.call_args_list] == [0, 1, 2, 0, 1, 2]
+    assert planned.call_count == 2
+
+
 def test_balancing_that_finds_no_expert_parallel_layer_says_so(caplog: pytest.LogCaptureFixture) -> None:
     for spread in (True, False):
         state = PluginState(balancing=Mock())
