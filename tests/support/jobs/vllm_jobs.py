@@ -324,8 +324,8 @@ def tensor_parallel(context: Any, *, dense: bool) -> dict[str, Any]:
 
 def placed(context: Any, path: str) -> dict[str, Any]:
     """A layer whose experts lie as the file says, though vLLM loads them in order; layers that it doesn't fit; then
-    those of drafts, which are in no file."""
-    with plugin(context, config(additional_config={"eprt": {"placement": path}})) as vllm:
+    those of drafts, which are in no file. What tokens choose is counted, and nothing balanced."""
+    with plugin(context, config(additional_config={"eprt": {"placement": path, "count_load": True}})) as vllm:
         layer = loaded(vllm, context, "model.layers.3.mlp.experts")
         output = applied(layer, context.rank)
         built = layer.quant_method.eprt.layer
