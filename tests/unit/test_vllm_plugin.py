@@ -143,11 +143,15 @@ def test_steps_that_run_the_model_are_counted(
     state.before_step.assert_called_once_with(forward=forward)
 
 
-@pytest.mark.parametrize(("redundant", "placed"), [(0, False), (4, False), (0, True)])
-def test_experts_follow_what_is_hot_while_vllm_steps(pools, tmp_path: Path, redundant: int, placed: bool) -> None:
+@pytest.mark.parametrize(
+    ("redundant", "placed", "invariant"), [(0, False, False), (4, False, False), (0, True, False), (4, False, True)]
+)
+def test_experts_follow_what_is_hot_while_vllm_steps(
+    pools, tmp_path: Path, redundant: int, placed: bool, invariant: bool
+) -> None:
     """Two layers, one moved a step, by counts of all ranks; then new weights come to where the experts lie by now. A
-    file may say that they begin in order."""
-    options = {"placement": str(tmp_path / "p.json")} if placed else {}
+    file may say that they begin in order. Batch invariance bears no replicas, so experts move among as many slots."""
+    options: Any = {"placement": str(tmp_path / "p.json")} if placed else {"batch_invariant": invariant}
     PlacementFile(jobs.E, 2, {None: tuple(range(jobs.E))}).write(tmp_path / "p.json")
     first, second = pools(2).run(jobs.balanced, redundant=redundant, steps=44, **options)
     for found in (first, second):
@@ -155,7 +159,8 @@ def test_experts_follow_what_is_hot_while_vllm_steps(pools, tmp_path: Path, redu
         assert found["changes"] >= 3
         assert found["moved"] > 3
         assert found["addresses"] == 1
-        in_order = [0, 1, 2, 3, EMPTY, EMPTY, 4, 5, 6, 7, EMPTY, EMPTY] if redundant else [1, 0, 2, 3, 4, 5, 6, 7]
+        spread = [0, 1, 2, 3, EMPTY, EMPTY, 4, 5, 6, 7, EMPTY, EMPTY]
+        in_order = spread if redundant and not invariant else [1, 0, 2, 3, 4, 5, 6, 7]
         assert found["first"] == (tuple(in_order),) * 2
     assert (first["changes"], first["moved"]) == (second["changes"], second["moved"])
 

@@ -219,7 +219,7 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         }
 
 
-def balanced(context: Any, redundant: int, steps: int, **options: str) -> dict[str, Any]:
+def balanced(context: Any, redundant: int, steps: int, **options: Any) -> dict[str, Any]:
     """Errors of a layer's outputs while what is hot changes, and the placements that it had. The first move finds no
     memory."""
     errors, placements, at = [], [], set()
