@@ -77,7 +77,8 @@ def generate(
 
     Raises:
         InputError: an empty prompt, or a token that the vocabulary hasn't got; ConfigError: an option that can't work
-            here. An error of one rank, `on_token`'s included, is raised on all.
+            here. An error of one rank, `on_token`'s included, is raised on all; on GPUs, if it breaks a forward off, as
+            a RankLost in its words once that rank has ended.
         CapacityError, RankLost, WorldMismatch: as the layers' forward.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper, whose generate is the model's own
