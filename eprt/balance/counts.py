@@ -82,7 +82,7 @@ def write_counts(path: str | Path, counts: Mapping[int, Sequence[int]]) -> None:
     try:
         write_whole(Path(path), json.dumps(value) + "\n")
     except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error.strerror}") from error
 
 
 def read_counts(path: str | Path) -> Counts:

@@ -25,6 +25,7 @@ from eprt.placement import ExpertPlacement
 from eprt.plan import DECODE_TOKENS
 from eprt.plan.skew import layer_time
 from eprt.ranks.process import RankContext
+from eprt.rounding import round_up
 from eprt.support import Device
 from eprt.tokens import TopK
 from eprt.world import World
@@ -144,7 +145,7 @@ def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[Row]:
         predicted = first.predicted.get(name)
         row = {
             "placement": name,
-            "slots": config.num_experts if name == IN_ORDER else len(case.slots),
+            "slots": round_up(config.num_experts, len(by_rank)) if name == IN_ORDER else len(case.slots),
             "imbalance": round(imbalance, 3),
             "gain": round(p50[IN_ORDER] / p50[name], 3),
             "predicted_us": None if predicted is None else round(predicted, 1),

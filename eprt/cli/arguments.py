@@ -170,10 +170,11 @@ class Explain(_TensorParallel, _Plugins, _Json):
             _require_share(W, hosts, f"--hosts {hosts}", "the same number of ranks on every host")
             per_host = W // hosts
         else:
+            by_default = " (the default)" * (per_host is None)
             if per_host is None:
                 per_host = W if self.device == "cpu" else GPUS_PER_HOST
             per_host = min(per_host, W)
-            _require_share(W, per_host, f"--ranks-per-host {per_host}", "every host full")
+            _require_share(W, per_host, f"--ranks-per-host {per_host}{by_default}", "every host full")
         return ParallelConfig(W, self.attention_tp, self.moe_tp, per_host)
 
 

@@ -61,7 +61,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # each of them asks for 
 # Numbers of generation_config.json that transformers reads while ranks run.
 _REALS = (
     "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
-    "encoder_repetition_penalty", "length_penalty",
+    "encoder_repetition_penalty", "length_penalty", "guidance_scale", "max_time",
 )  # fmt: skip
 _INTEGERS = (
     "top_k", "num_beams", "num_return_sequences", "max_length", "min_length", "min_new_tokens", "no_repeat_ngram_size",

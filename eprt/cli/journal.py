@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eprt.errors import ConfigError, one_block
-from eprt.files import is_strangers_link
+from eprt.files import is_strangers_link, named
 
 _KEY = "eprt generate"
 _REMEDY = "name another file, or remove it to begin again"
@@ -78,14 +78,15 @@ class Journal:
         return b"".join(line + b"\n" for line in (first, *lines[: self.done]))
 
     def write(self, answers: Sequence[str]) -> None:
-        """Appends answers, JSON objects, and waits until they are on the disk. Raises OSError."""
+        """Appends answers, JSON objects, and waits until they are on the disk. Raises OSError, which names the file."""
         self._append("".join(f"{answer}\n" for answer in answers).encode())
 
     def _append(self, data: bytes) -> None:
         rest = memoryview(data)
-        while rest:  # in one write where the system takes it: a signal finds all of a round there, or nothing
-            rest = rest[self._file.write(rest) :]
-        os.fsync(self._file.fileno())
+        with named(self._path):
+            while rest:  # in one write where the system takes it: a signal finds all of a round there, or nothing
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -171,7 +171,7 @@ def _store(path: Path, tables: list[dict[str, Any]]) -> None:
         try:
             write_whole(path, json.dumps(tables, indent=1) + "\n")
         except OSError as error:
-            raise ConfigError(f"{path} can't be written: {error}; EPRT_PLAN_ROWS names another") from error
+            raise ConfigError(f"{path} can't be written: {error.strerror}; EPRT_PLAN_ROWS names another") from error
 
 
 def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 from eprt.dispatch import DISPATCHERS, Dispatcher
 from eprt.experts import EXECUTORS
 from eprt.garbage import without_collections
-from eprt.plan import Plan
+from eprt.plan import Candidate, Plan
 from eprt.routing import Router
 from eprt.world import World
 
@@ -42,9 +42,9 @@ def refusal(layer: GraphedLayer) -> str:
     return refusal_of(layer.plan, layer.dispatcher.full_validation)
 
 
-def refusal_of(plan: Plan, full_validation: bool) -> str:
+def refusal_of(pair: Plan | Candidate, full_validation: bool = False) -> str:
     """Returns the same of a layer that isn't built yet."""
-    dispatcher, executor = plan.dispatcher, plan.executor
+    dispatcher, executor = pair.dispatcher, pair.executor
     refusals = [
         (not DISPATCHERS[dispatcher].graph_safe, f"dispatcher {dispatcher} reads sizes on the host in every call"),
         (not EXECUTORS[executor].graph_safe, f"executor {executor} isn't made for fixed shapes without a host sync"),

@@ -76,7 +76,7 @@ class PlacementFile:
         try:
             write_whole(Path(path), json.dumps(value) + "\n")
         except OSError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{path}: {error.strerror}") from error
 
     def placement(self, layer: int, num_experts: int, parallel: ParallelConfig) -> ExpertPlacement:
         """Returns one layer's placement. Raises ConfigError: made for other sizes, or the layer isn't in it."""

@@ -11,6 +11,8 @@ from support.cases.text_model import FIRST, write_tokenizer
 from support.jobs import generation_jobs as jobs
 from support.libraries import needs
 
+from eprt.ranks.launcher import WorldFailed, launch
+
 pytestmark = needs("transformers")
 
 PROMPTS = [[5, 17, 33, 8], [41, 9, 60], [7, 3, 2, 9, 11], [30]]
@@ -145,3 +147,11 @@ def test_a_float16_checkpoint_is_rounded_to_bfloat16_with_one_warning(pools, tmp
         logits = plain(torch.tensor([prompt])).logits[0, -1].float()
         # bf16's rounding on both sides may swap neighbours of the first place, no more.
         assert logits.max() - logits[token] <= 0.02 * (logits.max() - logits.min())
+
+
+def test_memory_that_one_rank_lacks_in_a_forward_is_what_the_others_read(folder: Path) -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(jobs.without_memory, 2, timeout_s=60.0, grace_s=6.0, folder=str(folder))
+    (found,) = (report.raised for report in failure.value.reports if report.rank == 0)
+    assert (found.error, found.lost_rank, found.why) == ("RankLost", 1, "raised"), str(failure.value)
+    assert "rank 1 raised: OutOfMemoryError: 2 GiB more" in found.message

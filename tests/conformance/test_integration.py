@@ -158,6 +158,8 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "a half more": ("ConfigError", "batch_size 2.5: must be an int"),
         "an end in text": ("ConfigError", "eos_token_id='</s>': expected a token id"),
         "stop strings": ("ConfigError", "need the model's tokenizer"),
+        "bad words in text": ("ConfigError", "refuses: ValueError: `bad_words_ids` has to be a non-empty list"),
+        "an option that nobody knows": ("ConfigError", "refuses: ValueError", "['colour']"),
         "pickle": ("UsageError", "can't be pickled or deep-copied"),
         "deepcopy": ("UsageError", "can't be pickled or deep-copied"),
         "backward": ("UsageError", "has no gradient"),

@@ -1,15 +1,18 @@
-"""Where a rank listens, and what a host's own idea of its address costs the others. test_hosts.sh has real networks."""
+"""Where a rank listens, what a host's own idea of its address costs the others, and where rank 0 can't serve the
+store. test_hosts.sh has real networks."""
 
 from __future__ import annotations
 
 import socket
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
+from support.ports import free_port
 
-from eprt.errors import ConfigError
-from eprt.world import addresses
+from eprt.errors import ConfigError, RankLost
+from eprt.world import World, addresses, groups
 from eprt.world.rendezvous import meet
 from eprt.world.verdicts import cut_off
 
@@ -78,3 +81,24 @@ def test_a_minority_names_itself_and_of_two_halves_neither_is_to_blame() -> None
     assert ranks == ()
     assert "the network is cut in two: ranks [0, 1] and ranks [2, 3] don't hear each other" in words
     assert cut_off([0, 1], [2, 3], True, "") is None  # no cable lies between processes of a host
+
+
+def test_a_port_that_another_process_has_is_named(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken.getsockname()[1]}
+        for name, value in names.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(RankLost, match=r"can't be served: .*EADDRINUSE.* Give each job a MASTER_PORT") as failure:
+            World.from_env("cpu", timeout_s=5.0)
+    assert "\n" not in str(failure.value)
+
+
+def test_an_address_of_another_host_is_named_where_rank_0_cannot_reach_itself(monkeypatch) -> None:
+    """192.0.2.1 is nobody's; torch's words for it."""
+    names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(free_port())}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    said = "The client socket has timed out after 5000ms while trying to connect to (192.0.2.1, 29500)."
+    monkeypatch.setattr(groups, "_job_store", Mock(side_effect=dist.DistNetworkError(said)))
+    with pytest.raises(RankLost, match=r"at 192\.0\.2\.1:\d+ isn't rank 0's: .* Set MASTER_ADDR to an address of this"):
+        World.from_env("cpu", timeout_s=5.0)

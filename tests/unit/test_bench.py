@@ -333,6 +333,7 @@ def test_sums_that_a_placement_changed_fail_the_bench(monkeypatch, capsys) -> No
     wrong = placed.measure_placed(context, case)
     context.close()
     assert right.error <= placed.TOLERANCE < wrong.error
+    assert placed.placed_rows(case, [right] * 3)[0]["slots"] == 9, "8 experts on three ranks leave a slot empty"
     monkeypatch.setattr("eprt.cli.bench_layer.TOLERANCE", -1.0)
     assert main(["bench", "layer", *CPU, "--tokens", "2", "--routing", "uniform"]) == 1
     assert "sums differ by" in capsys.readouterr().out

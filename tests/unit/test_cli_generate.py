@@ -241,6 +241,7 @@ def test_options_and_files_are_refused_before_ranks_start(
         ),
         ("generation_config.json", {"num_beams": "2"}, "num_beams is '2': expected an integer"),
         ("generation_config.json", {"max_length": "20"}, "max_length is '20': expected an integer"),
+        ("generation_config.json", {"max_time": "9"}, "max_time is '9': expected a number"),
         ("generation_config.json", {"do_sample": "no"}, "do_sample is 'no': expected true or false"),
         ("generation_config.json", {"do_sample": True, "top_k": -1}, "top_k is -1: must be at least 0"),
         ("generation_config.json", {"repetition_penalty": 0}, "repetition_penalty is 0: must be 0.01 to 100"),

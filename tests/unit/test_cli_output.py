@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +17,10 @@ from support import interpreters
 from support.processes import environment
 
 from eprt.cli import main
+from eprt.cli.journal import Journal
 from eprt.errors import ConfigError
+from eprt.files import write_whole
+from eprt.placement.file import PlacementFile
 from eprt.ranks.scratch import MAX_TMPDIR, Scratch, sweep
 from eprt.world import World
 
@@ -49,6 +54,26 @@ def test_where_nothing_can_be_shown(tiny: Path, line: str, code: int, says: str)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert len(done.stderr.splitlines()) == bool(says)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: Journal(path, {}, 1, []),
+        lambda path: write_whole(path, "found"),
+        PlacementFile(2, 1, {0: (0, 1)}).write,
+    ],
+    ids=["journal", "result", "placement"],
+)
+def test_a_full_disk_is_named_by_the_file(tmp_path: Path, write: Callable[[Path], object]) -> None:
+    path, (soft, hard) = tmp_path / "file.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as there: a file is made, and takes nothing
+    try:
+        with pytest.raises((OSError, ConfigError), match="File too large") as told:
+            write(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(told.value).count(str(path)) == 1
 
 
 def test_a_path_that_the_locale_cannot_show(tmp_path: Path) -> None:

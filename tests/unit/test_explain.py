@@ -216,7 +216,8 @@ def test_ranks_per_host_follow_the_device_and_the_world() -> None:
     assert replace(Explain(model=None), world=3, device="sm90").parallel.ranks_per_host == 3  # type: ignore[arg-type]
     words = ["--world", "8", "--device", "sm90", "--ranks-per-host", "4"]
     assert parse(["explain", "--model", "x", *words]).parallel.ranks_per_host == 4
-    with pytest.raises(ConfigError, match=r"--ranks-per-host 8 of --world 12: .* use one of 1, 2, 3, 4, 6, 12"):
+    says = r"--ranks-per-host 8 \(the default\) of --world 12: .* use one of 1, 2, 3, 4, 6, 12"
+    with pytest.raises(ConfigError, match=says):
         assert Explain(model=Path(), world=12, device="sm90").parallel
 
 

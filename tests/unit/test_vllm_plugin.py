@@ -143,11 +143,15 @@ def test_steps_that_run_the_model_are_counted(
     state.before_step.assert_called_once_with(forward=forward)
 
 
-@pytest.mark.parametrize(("redundant", "placed"), [(0, False), (4, False), (0, True)])
-def test_experts_follow_what_is_hot_while_vllm_steps(pools, tmp_path: Path, redundant: int, placed: bool) -> None:
+@pytest.mark.parametrize(
+    ("redundant", "placed", "invariant"), [(0, False, False), (4, False, False), (0, True, False), (4, False, True)]
+)
+def test_experts_follow_what_is_hot_while_vllm_steps(
+    pools, tmp_path: Path, redundant: int, placed: bool, invariant: bool
+) -> None:
     """Two layers, one moved a step, by counts of all ranks; then new weights come to where the experts lie by now. A
-    file may say that they begin in order."""
-    options = {"placement": str(tmp_path / "p.json")} if placed else {}
+    file may say that they begin in order. Batch invariance bears no replicas, so experts move among as many slots."""
+    options: Any = {"placement": str(tmp_path / "p.json")} if placed else {"batch_invariant": invariant}
     PlacementFile(jobs.E, 2, {None: tuple(range(jobs.E))}).write(tmp_path / "p.json")
     first, second = pools(2).run(jobs.balanced, redundant=redundant, steps=44, **options)
     for found in (first, second):
@@ -155,7 +159,8 @@ def test_experts_follow_what_is_hot_while_vllm_steps(pools, tmp_path: Path, redu
         assert found["changes"] >= 3
         assert found["moved"] > 3
         assert found["addresses"] == 1
-        in_order = [0, 1, 2, 3, EMPTY, EMPTY, 4, 5, 6, 7, EMPTY, EMPTY] if redundant else [1, 0, 2, 3, 4, 5, 6, 7]
+        spread = [0, 1, 2, 3, EMPTY, EMPTY, 4, 5, 6, 7, EMPTY, EMPTY]
+        in_order = spread if redundant and not invariant else [1, 0, 2, 3, 4, 5, 6, 7]
         assert found["first"] == (tuple(in_order),) * 2
     assert (first["changes"], first["moved"]) == (second["changes"], second["moved"])
 
@@ -173,6 +178,23 @@ def test_experts_may_come_to_lie_in_order_again() -> None:
         for _ in range(2):
             one.before_step([layer])
     moved.assert_called_once_with(layer.world, [layer], [ExpertPlacement(4, parallel)])
+
+
+def test_every_layer_of_a_plan_moves_before_the_next_plan() -> None:
+    """Where a plan is due at each step, the first layer alone would move, again and again."""
+    parallel = ParallelConfig(2)
+    world, placement = Mock(parallel=parallel), ExpertPlacement(4, parallel, (2, 1, 0, 3))
+    layers: Any = [Mock(placement=placement, config=Mock(num_experts=4), world=world) for _ in range(3)]
+    with (
+        patch.object(balancing, "gather_load", return_value=torch.tensor([[10, 2, 6, 6]] * 3)) as planned,
+        patch.object(balancing, "rebalance") as moved,
+    ):
+        moved.return_value.slots = 2
+        one = balancing.Balancing(balancing.BalanceConfig(step_interval=1), Mock())
+        for _ in range(7):
+            one.before_step(layers)
+    assert [layers.index(call.args[1][0]) for call in moved.call_args_list] == [0, 1, 2, 0, 1, 2]
+    assert planned.call_count == 2
 
 
 def test_balancing_that_finds_no_expert_parallel_layer_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -224,6 +224,8 @@ def test_under_graph_capture_only_what_can_be_captured(monkeypatch: pytest.Monke
     captured, _ = choose(GPT_OSS, *where, captured=True)
     assert (eager.dispatcher, captured.dispatcher) == ("torch", "none")
     assert eager.executor == captured.executor
+    with pytest.raises(FallsBackToEngine, match=r"graphs \(dispatcher torch reads sizes on the host.* --enforce-eager"):
+        choose(GPT_OSS, TWO_RANKS, RuntimeConfig(dispatcher="torch"), HOPPER, captured=True)
 
 
 def test_experts_that_would_be_decoded_are_left_on_gpus() -> None:

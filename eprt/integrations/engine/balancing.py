@@ -29,7 +29,8 @@ class BalanceConfig:
 
     Attributes:
         window_size: steps whose choices count.
-        step_interval: steps from one plan to the next; the first comes after a quarter of it.
+        step_interval: steps from one plan to the next, more while layers of the first still have to move; the first
+            comes after a quarter of it.
         num_redundant_experts: slots beyond one for each expert, over all ranks.
         log_balancedness: log each plan, also where nothing moves.
     """
@@ -104,7 +105,7 @@ class Balancing:
             WorldMismatch, RankLost: see `eprt.balance.rebalance`.
         """
         config = self.config
-        if self._step >= config.step_interval:
+        if self._step >= config.step_interval and not self._moves:
             self._step = 0
             self._plan(layers)
         if self._step == max(0, config.step_interval - config.window_size):
@@ -120,7 +121,6 @@ class Balancing:
                 self._logger.warning("eprt: experts stay where they lie until the next plan: %s", error)
 
     def _plan(self, layers: Sequence[ExpertParallelMoE]) -> None:
-        self._moves.clear()
         before, after = [0.0], [0.0]
         for _, group in groupby(layers, key=lambda layer: (id(layer.world), layer.config.num_experts)):
             some = list(group)

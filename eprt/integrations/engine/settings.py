@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
-from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.experts import EXECUTORS
+from eprt.graphs.recording import refusal_of
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.placement import ExpertPlacement
 from eprt.placement.file import PlacementFile
@@ -128,16 +128,15 @@ def choose(
         plan = make_plan(moe, parallel, runtime, device, placement)
     except UnsupportedError as error:
         raise FallsBackToEngine(str(error)) from error
-    if captured and not _graph_safe(plan.dispatcher, plan.executor):
-        supported = [(c.dispatcher, c.executor) for c in plan.candidates if c.support]
-        pairs = [pair for pair in supported if _graph_safe(*pair)]
+    if captured and (why := refusal_of(plan)):
+        pairs = [pair for pair in plan.candidates if pair.support and not refusal_of(pair)]
         if not pairs:
             raise FallsBackToEngine(
-                f"{plan.dispatcher} + {plan.executor} can't be captured in CUDA graphs and nothing else can run this "
-                f"layer: {eager_flag} gives it to eprt"
+                f"{plan.dispatcher} + {plan.executor} can't be captured in CUDA graphs ({why}), and nothing else can "
+                f"run this layer: {eager_flag} gives it to eprt"
             )
-        dispatcher, executor = min(pairs, key=lambda pair: pair[1] != plan.executor)
-        named = replace(runtime, dispatcher=dispatcher, executor=executor)
+        best = min(pairs, key=lambda pair: pair.executor != plan.executor)
+        named = replace(runtime, dispatcher=best.dispatcher, executor=best.executor)
         plan = make_plan(moe, parallel, named, device, placement)
     if device.kind == "cuda" and runtime.executor == "auto":
         _require_packed(plan.executor, moe, parallel, runtime, device)
@@ -154,7 +153,3 @@ def _require_packed(
     payload = runtime.payload or "bf16"
     reasons = [f"{e.name}: {e.supports(moe, parallel, runtime, device, payload).reason}" for e in others]
     raise FallsBackToEngine(f"eprt would decode its {moe.weight_format} experts to bf16 ({'; '.join(reasons)})")
-
-
-def _graph_safe(dispatcher: str, executor: str) -> bool:
-    return DISPATCHERS[dispatcher].graph_safe and EXECUTORS[executor].graph_safe

@@ -227,7 +227,7 @@ class EngineState:
             kinds.setdefault((binding.config, binding.runtime), []).append(binding)
         total = len(self.bindings) + sum(map(len, self.fallbacks.values()))
         for bindings in kinds.values():
-            self.logger.info("eprt: %s", describe(bindings, total))
+            self.logger.info("eprt: %s", describe(bindings, total, balanced=self.balancing is not None))
         if count := sum(layer.router is not None for layer in self.built):
             self.logger.info("eprt: of %d layers the gate and the choice of experts are eprt's, too", count)
         if self.balancing is not None and not any(binding.expert_parallel for binding in self.bindings):
@@ -239,7 +239,7 @@ class EngineState:
             self.logger.info("eprt: ready after %s", spent)
 
 
-def describe(bindings: list[LayerBinding], total: int) -> str:
+def describe(bindings: list[LayerBinding], total: int, *, balanced: bool = False) -> str:
     """Returns one line for layers of one kind: where they run, how, and why so."""
     first = bindings[0]
     config, parallel, plan = first.config, first.world.parallel, first.plan
@@ -249,7 +249,7 @@ def describe(bindings: list[LayerBinding], total: int) -> str:
     elif parallel.attention_tp_size > 1:
         ranks += f" (attention TP {parallel.attention_tp_size})"
     named = f"{len(bindings)} of {total} MoE layers ({first.name} to {bindings[-1].name})"
-    why = "balanced" if first.runtime.count_load else "by the placement file"
+    why = "balanced" if balanced and first.expert_parallel else "by the placement file"
     placed = "" if first.placement is None else f" on {first.placement.num_slots} slots {why}"
     return (
         f"{named} {ranks}: {plan.dispatcher} + {plan.executor}, {config.weight_format}, "

@@ -123,7 +123,7 @@ class ForwardAgreement:
         self.told_of_state = False
         self._silent = False
         self._step: AbstractContextManager[Step] | None = None
-        self._met = False
+        self._met = self._broken_off = False
 
     @contextmanager
     def at(self, place: Place, num_tokens: int) -> Iterator[None]:
@@ -185,17 +185,20 @@ class ForwardAgreement:
         """Leaves the step, if one is open."""
         step, self._step = self._step, None
         if step is not None:
+            self._broken_off = error is not None
             step.__exit__(None if error is None else type(error), error, None)
 
     def tell(self, error: Exception) -> None:
-        """Lets the others raise `error` at their next forward, unless all know of it.
+        """Lets the others raise `error` at their next forward, unless all know of it. Those that wait on GPUs for this
+        rank's part of a forward listen to its end alone: then they raise RankLost, which has the error's words.
 
         Raises:
             EprtError: `error` is one: the same again, in the words that all ranks have.
         """
         self.end(error)
+        deaf, self._broken_off = self._broken_off and not self.world.compares_headers(False), False
         known = isinstance(error, RankLost) or (isinstance(error, EprtError) and error.shared)
-        if known or self.world.closed:
+        if known or deaf or self.world.closed:
             return
         said = error if isinstance(error, EprtError) else UsageError(f"{type(error).__name__}: {error}")
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +77,8 @@ def generate(
 
     Raises:
         InputError: an empty prompt, or a token that the vocabulary hasn't got; ConfigError: an option that can't work
-            here. An error of one rank, `on_token`'s included, is raised on all.
+            here. An error of one rank, `on_token`'s included, is raised on all; on GPUs, if it breaks a forward off, as
+            a RankLost in its words once that rank has ended.
         CapacityError, RankLost, WorldMismatch: as the layers' forward.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper, whose generate is the model's own
@@ -209,10 +210,25 @@ def _run(
     if decode is not None:
         given |= {**decode.begin(len(ids)), "disable_compile": True}
     choice = SeededChoice(seeds, device) if seeds and option_of(model, options, "do_sample") else None
-    with nullcontext() if choice is None else chosen_last(model, choice):
+    with nullcontext() if choice is None else chosen_last(model, choice), _refusals(agreement_of(model).world):
         out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     after = [tokens[: lengths.get(row)] for row, tokens in enumerate(out[:, ids.shape[1] :].tolist())]
     return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in stops), None)] for tokens in after]
+
+
+@contextmanager
+def _refusals(world: World) -> Iterator[None]:
+    """Lets what transformers raises before the first forward, of options, be a ConfigError."""
+    begun = world.step_number
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if isinstance(error, EprtError) or world.step_number != begun:
+            raise
+        raise ConfigError(
+            "an option of generate, or of the checkpoint's generation_config.json, that transformers refuses: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _record_ends(model: Any, given: dict[str, Any], stops: set[int], prompt_length: int) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,11 @@ class PluginState(EngineState):
             found = BalanceConfig(**{name: getattr(given, name) for name in BalanceConfig.__dataclass_fields__})
             flags.enable_eplb, given.num_redundant_experts = False, 0
             self.logger.info("eprt: --enable-eplb moves the experts of eprt's layers: %s", found)
+        if found is not None and found.num_redundant_experts and runtime_config(config, 1).batch_invariant:
+            found = replace(found, num_redundant_experts=0)
+            self.logger.warning(
+                "eprt: no redundant experts under batch_invariant: which replica a token visits would follow the batch"
+            )
         self.balancing = None if found is None else Balancing(found, self.logger)
 
     def bind(self, name: str, config: MoEConfig, moe: Any) -> LayerBinding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 
@@ -124,6 +124,19 @@ def several_calls(
     for layer in layers:
         layer.close()
     return [each | {"dtype": str(model.dtype)} for each in found]
+
+
+def without_memory(context: RankContext, folder: str) -> None:
+    """Rank 1 runs out of memory inside a layer; as on GPUs, the others don't meet it in headers there."""
+    from eprt.integrations.transformers import generate, load_without_experts, parallelize
+
+    world = context.world(timeout_s=10.0)
+    world.compares_headers = lambda full: False
+    model = load_without_experts(folder, dtype=torch.float32).eval()
+    layers = parallelize(model, world, RUNTIME)
+    if world.rank == 1:
+        layers[-1].executor._flat = Mock(side_effect=torch.OutOfMemoryError("2 GiB more"))
+    generate(model, [[5, 17, 33]], max_new_tokens=2)
 
 
 @dataclass

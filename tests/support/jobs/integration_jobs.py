@@ -224,6 +224,8 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("a half more", lambda: generate(model, [[5]], batch_size=2.5))
     attempt("an end in text", lambda: generate(model, [[5]], eos_token_id="</s>"))
     attempt("stop strings", lambda: generate(model, [[5]], stop_strings=["a"]))
+    attempt("bad words in text", lambda: generate(model, [[5]][world.rank :], bad_words_ids="x"))
+    attempt("an option that nobody knows", lambda: generate(model, [[5]], colour=3))
     attempt("graphs", lambda: generate(model, [[5]], graphs=8))
     two, cache = [[5], [6]], DynamicCache()
     attempt("a cache of two batches", lambda: generate(model, two, batch_size=1, past_key_values=cache))

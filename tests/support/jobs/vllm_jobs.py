@@ -219,7 +219,7 @@ def reloaded(context: Any, path: str = "") -> dict[str, Any]:
         }
 
 
-def balanced(context: Any, redundant: int, steps: int, **options: str) -> dict[str, Any]:
+def balanced(context: Any, redundant: int, steps: int, **options: Any) -> dict[str, Any]:
     """Errors of a layer's outputs while what is hot changes, and the placements that it had. The first move finds no
     memory."""
     errors, placements, at = [], [], set()
@@ -324,8 +324,8 @@ def tensor_parallel(context: Any, *, dense: bool) -> dict[str, Any]:
 
 def placed(context: Any, path: str) -> dict[str, Any]:
     """A layer whose experts lie as the file says, though vLLM loads them in order; layers that it doesn't fit; then
-    those of drafts, which are in no file."""
-    with plugin(context, config(additional_config={"eprt": {"placement": path}})) as vllm:
+    those of drafts, which are in no file. What tokens choose is counted, and nothing balanced."""
+    with plugin(context, config(additional_config={"eprt": {"placement": path, "count_load": True}})) as vllm:
         layer = loaded(vllm, context, "model.layers.3.mlp.experts")
         output = applied(layer, context.rank)
         built = layer.quant_method.eprt.layer
