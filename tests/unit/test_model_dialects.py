@@ -141,7 +141,7 @@ def group(targets: list[str], **weights: object) -> dict[str, object]:
         *(
             (dialect, {"modules_to_not_convert": names})
             for dialect in ("fp8_block", "awq")
-            for names in (["lm_head", PREFIX.removesuffix(".experts")], ["experts"])
+            for names in (["lm_head", PREFIX.removesuffix(".experts")], ["experts"], ["model.layers.1."])
         ),
         ("nvfp4", {"ignore": [f"{PREFIX}*"]}),
         ("nvfp4", {"exclude_modules": ["model.layers.1.*"]}),
