@@ -221,6 +221,14 @@ def _of_this_shape(values: torch.Tensor, where: str, size: tuple[int, int]) -> N
         raise CheckpointError(f"{where} says {values.tolist()}: expected {list(size)}, as config.json does")
 
 
+def _no_bias(bias: torch.Tensor, where: str, _: tuple[int, int]) -> None:
+    """Raises CheckpointError unless a bias, which some packers write for each matrix, is zero."""
+    if bias.any():
+        raise CheckpointError(
+            f"{where}: {int(bias.count_nonzero())} of {bias.numel()} are other than 0: expected no bias"
+        )
+
+
 def _columns_in_order(group: int, index: torch.Tensor, where: str, size: tuple[int, int]) -> None:
     """Raises CheckpointError unless a `g_idx` says that column c belongs to group c // `group`."""
     cols = size[1]
@@ -326,6 +334,7 @@ def _pack_quantized(scheme: Scheme) -> Stored:
 
 
 def _grouped(scheme: Scheme, fields: list[Field], claims: list[Claim], order: str) -> Stored:
+    claims.append(Claim("bias", _FLOATS, lambda rows, cols: (rows,), _no_bias, optional=True))
     if scheme.ordered:
         return Stored(Int4, tuple(fields), tuple(claims), order, scheme.group)
     in_order = Claim(order, _INT32, lambda rows, cols: (cols,), partial(_columns_in_order, scheme.group), optional=True)
