@@ -216,7 +216,10 @@ def _say_rounded(directory: Path) -> None:
 def read_config(path: str | Path) -> HfConfig:
     """Reads config.json (or its directory), with hf_quant_config.json merged in. Raises CheckpointError."""
     path = Path(path)
-    directory, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
+    try:
+        directory, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
+    except OSError as error:  # a name too long, a folder around it that this user may not enter
+        raise CheckpointError(f"{shown(str(path))} can't be read: {error.strerror}") from error
     config = HfConfig(read_object(resolve_inside(directory, name), MAX_CONFIG_BYTES), str(directory / name))
     if config.get("quantization_config") is None and (directory / QUANT_CONFIG).exists():
         extra = read_object(resolve_inside(directory, QUANT_CONFIG), MAX_CONFIG_BYTES).get("quantization")

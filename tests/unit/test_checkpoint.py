@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
+from eprt.models.shards import Shard
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SCALES = "model.layers.0.mlp.experts.down_proj_scales"  # of a tiny checkpoint
@@ -221,6 +223,11 @@ class TestFolderRefused:
         (folder / name).rename(tmp_path / name)
         (folder / name).symlink_to(tmp_path / name)
         refuses(folder, name, "outside the checkpoint's folder")
+
+    def test_a_path_that_the_system_refuses(self):
+        refuses("a" * 5000, "can't be read: File name too long")
+        with pytest.raises(CheckpointError, match="can't be read: No such file"):
+            Shard(Path("gone"), Path("gone"))
 
     def test_blobs_of_another_model(self, folder, tmp_path):
         """Only the snapshot's own blobs are its own."""
