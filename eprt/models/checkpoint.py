@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -94,7 +94,7 @@ class Checkpoint:
     def forget(self, prefix: str) -> None:
         """Frees tensors of a module that won't be read again. Files need nothing: they are read, not mapped."""
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """A 63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""
         rows = sorted((name, info.shape, info.dtype) for name, info in self.manifest.items())

@@ -16,6 +16,7 @@ from support.jobs import checkpoint_jobs as jobs
 from eprt.config import ParallelConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError
+from eprt.models import checkpoint as checkpoint_module
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
 from eprt.models.shards import Shard
@@ -96,6 +97,14 @@ class TestReading:
         assert len(set(found)) == len(variants)
         with Checkpoint(write(tmp_path / "again", {SINGLE: {"x": torch.ones(4)}})) as checkpoint:
             assert checkpoint.fingerprint == found[0]
+
+    def test_names_are_hashed_once_for_all_layers(self, tmp_path, monkeypatch):
+        """There may be 300,000 names."""
+        hashed = []
+        monkeypatch.setattr(checkpoint_module, "hash63", lambda *chunks: hashed.append(chunks) or 1)
+        with Checkpoint(write_tiny_checkpoint(tmp_path / "m")) as checkpoint:
+            assert {load_layer(checkpoint, layer).layer for layer in (0, 1)} == {0, 1}
+        assert len(hashed) == 1
 
     def test_hub_cache_snapshot(self, folder, tmp_path):
         """The Hugging Face cache keeps files in blobs/ and links to them from snapshots/<revision>/."""
