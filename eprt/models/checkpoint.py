@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from eprt.errors import CheckpointError, WorldMismatch
+from eprt.errors import CheckpointError, UsageError, WorldMismatch
 from eprt.json_files import read_object, shown
 from eprt.kinds import require_kinds
 from eprt.models.hf_config import HfConfig
@@ -147,12 +147,17 @@ class Checkpoint:
         return info
 
     def _slice(self, name: str, index: Index) -> torch.Tensor:
-        return self._shards[self.manifest[name].file].read(name, index)
+        return self._shard(name).read(name, index)
+
+    def _shard(self, name: str) -> Shard:
+        if (shard := self._shards.get(self.manifest[name].file)) is None:
+            raise UsageError(f"{self.directory}: the checkpoint is closed: read it before, or open another")
+        return shard
 
     def sample(self, name: str, size: int = 64) -> bytes:
         """Reads the first bytes of a tensor, at most `size`. Raises CheckpointError."""
         self.where(name)
-        return self._shards[self.manifest[name].file].sample(name, size)
+        return self._shard(name).sample(name, size)
 
     def _read_headers(self) -> dict[str, TensorInfo]:
         weight_map = self._weight_map()

@@ -15,7 +15,7 @@ from support.jobs import checkpoint_jobs as jobs
 
 from eprt.config import ParallelConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
-from eprt.errors import CheckpointError
+from eprt.errors import CheckpointError, UsageError
 from eprt.models import checkpoint as checkpoint_module
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
@@ -105,6 +105,13 @@ class TestReading:
         with Checkpoint(write_tiny_checkpoint(tmp_path / "m")) as checkpoint:
             assert {load_layer(checkpoint, layer).layer for layer in (0, 1)} == {0, 1}
         assert len(hashed) == 1
+
+    def test_nothing_is_read_of_one_that_is_closed(self, folder):
+        with Checkpoint(folder) as checkpoint:
+            name = next(iter(checkpoint.manifest))
+        for read in (checkpoint.read, checkpoint.sample):
+            with pytest.raises(UsageError, match="the checkpoint is closed"):
+                read(name)
 
     def test_hub_cache_snapshot(self, folder, tmp_path):
         """The Hugging Face cache keeps files in blobs/ and links to them from snapshots/<revision>/."""
