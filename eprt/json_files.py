@@ -47,17 +47,23 @@ def layer_number(name: str) -> int | None:
     return int(name) if digits and name == str(int(name)) else None
 
 
-def parse(raw: bytes | bytearray, where: str, kind: type[CheckpointError | ConfigError] = CheckpointError) -> Any:
+def parse(
+    raw: bytes | bytearray,
+    where: str,
+    kind: type[CheckpointError | ConfigError] = CheckpointError,
+    all_finite: bool = True,
+) -> Any:
     """Parses JSON.
 
     Raises:
         `kind`: naming `where`: not JSON, over a million values, a key twice in one object, an integer beyond 64 bits,
-            NaN or infinity, or nested deeper than 64.
+            nested deeper than 64, or where `all_finite` is asked for NaN or infinity.
     """
     try:
         _require_few(raw)
         _require_shallow(raw)
-        return json.loads(raw, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_constant)
+        constant = _constant if all_finite else float
+        return json.loads(raw, object_pairs_hook=_unique, parse_int=_integer, parse_constant=constant)
     except _RefusedError as error:
         raise kind(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -65,8 +71,9 @@ def parse(raw: bytes | bytearray, where: str, kind: type[CheckpointError | Confi
 
 
 def parse_object(raw: bytes | bytearray, where: str) -> dict[str, Any]:
-    """Parses a JSON object. Raises CheckpointError as `parse` does, and for another kind of value."""
-    parsed = parse(raw, where)
+    """Parses the JSON object of a checkpoint, where numbers may be infinite: Nemotron-H's `time_step_limit` is. Raises
+    CheckpointError as `parse` does, and for another kind of value."""
+    parsed = parse(raw, where, all_finite=False)
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where}: found a JSON {type(parsed).__name__}: expected an object")
     return parsed

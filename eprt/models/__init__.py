@@ -195,11 +195,9 @@ def _moe_config(source: Checkpoint, family: ModelFamily, layer: int) -> MoEConfi
 
 def _samples(source: Checkpoint, family: ModelFamily, layer: int) -> bytes:
     """Reads the first bytes of one tensor per kind in the block, the same ones on every rank."""
-    block = family.block(source, layer)
     first: dict[str, str] = {}
-    for name in sorted(source.manifest):
-        if name.startswith(f"{block}."):
-            first.setdefault(_kind(name), name)
+    for name in _names(source, family.block(source, layer)):
+        first.setdefault(_kind(name), name)
     return b"".join(source.sample(name) for name in first.values())
 
 
@@ -210,14 +208,19 @@ def _refuse_unread(source: Checkpoint, block: str, num_experts: int) -> None:
     rank's experts count as read if this rank reads tensors of that kind.
     """
     experts = {str(expert) for expert in range(num_experts)}
-    kinds = {_kind(name) for name in source.touched}
-    for name in sorted(source.manifest):
-        known = name in source.touched or (_kind(name) in kinds and ["", *_EXPERT.findall(name)][-1] in experts)
-        if name.startswith(f"{block}.") and not known:
+    names = _names(source, block)
+    kinds = {_kind(name) for name in names if name in source.touched}
+    for name in names:
+        if name not in source.touched and not (_kind(name) in kinds and ["", *_EXPERT.findall(name)][-1] in experts):
             raise CheckpointError(
                 f"{source.where(name)} belongs to this layer, and nothing in {where(source.config)} says what it is "
                 "for: complete the config, or remove the tensor"
             )
+
+
+def _names(source: Checkpoint, block: str) -> list[str]:
+    """Returns the names of the block's tensors in the checkpoint, in order."""
+    return sorted(name for name in source.manifest if name.startswith(f"{block}."))
 
 
 _EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")

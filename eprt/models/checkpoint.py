@@ -11,13 +11,13 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from eprt.errors import CheckpointError, WorldMismatch
+from eprt.errors import CheckpointError, UsageError, WorldMismatch
 from eprt.json_files import read_object, shown
 from eprt.kinds import require_kinds
 from eprt.models.hf_config import HfConfig
@@ -94,7 +94,7 @@ class Checkpoint:
     def forget(self, prefix: str) -> None:
         """Frees tensors of a module that won't be read again. Files need nothing: they are read, not mapped."""
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """A 63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""
         rows = sorted((name, info.shape, info.dtype) for name, info in self.manifest.items())
@@ -147,12 +147,17 @@ class Checkpoint:
         return info
 
     def _slice(self, name: str, index: Index) -> torch.Tensor:
-        return self._shards[self.manifest[name].file].read(name, index)
+        return self._shard(name).read(name, index)
+
+    def _shard(self, name: str) -> Shard:
+        if (shard := self._shards.get(self.manifest[name].file)) is None:
+            raise UsageError(f"{self.directory}: the checkpoint is closed: read it before, or open another")
+        return shard
 
     def sample(self, name: str, size: int = 64) -> bytes:
         """Reads the first bytes of a tensor, at most `size`. Raises CheckpointError."""
         self.where(name)
-        return self._shards[self.manifest[name].file].sample(name, size)
+        return self._shard(name).sample(name, size)
 
     def _read_headers(self) -> dict[str, TensorInfo]:
         weight_map = self._weight_map()
@@ -216,7 +221,10 @@ def _say_rounded(directory: Path) -> None:
 def read_config(path: str | Path) -> HfConfig:
     """Reads config.json (or its directory), with hf_quant_config.json merged in. Raises CheckpointError."""
     path = Path(path)
-    directory, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
+    try:
+        directory, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
+    except OSError as error:  # a name too long, a folder around it that this user may not enter
+        raise CheckpointError(f"{shown(str(path))} can't be read: {error.strerror}") from error
     config = HfConfig(read_object(resolve_inside(directory, name), MAX_CONFIG_BYTES), str(directory / name))
     if config.get("quantization_config") is None and (directory / QUANT_CONFIG).exists():
         extra = read_object(resolve_inside(directory, QUANT_CONFIG), MAX_CONFIG_BYTES).get("quantization")

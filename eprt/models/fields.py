@@ -221,6 +221,14 @@ def _of_this_shape(values: torch.Tensor, where: str, size: tuple[int, int]) -> N
         raise CheckpointError(f"{where} says {values.tolist()}: expected {list(size)}, as config.json does")
 
 
+def _no_bias(bias: torch.Tensor, where: str, _: tuple[int, int]) -> None:
+    """Raises CheckpointError unless a bias, which some packers write for each matrix, is zero."""
+    if bias.any():
+        raise CheckpointError(
+            f"{where}: {int(bias.count_nonzero())} of {bias.numel()} are other than 0: expected no bias"
+        )
+
+
 def _columns_in_order(group: int, index: torch.Tensor, where: str, size: tuple[int, int]) -> None:
     """Raises CheckpointError unless a `g_idx` says that column c belongs to group c // `group`."""
     cols = size[1]
@@ -235,11 +243,12 @@ def _columns_in_order(group: int, index: torch.Tensor, where: str, size: tuple[i
 
 _BYTES, _INT32 = (torch.uint8, torch.int8), (torch.int32,)
 _F32, _E4M3, _E8M0 = (torch.float32,), (torch.float8_e4m3fn,), (torch.uint8, torch.float8_e8m0fnu)
-_BLOCK_SCALES = (*_F32, torch.bfloat16, torch.float8_e8m0fnu)
 _FLOATS = (*_F32, torch.bfloat16, torch.float16)
+_BLOCK_SCALES = (*_FLOATS, torch.float8_e8m0fnu)  # Qwen's are bf16 or float16, DeepSeek-V4's E8M0
 _CODES = Field("codes", ("weight",), _BYTES, cols=2, accept=lambda codes, where: codes.view(torch.uint8))
 _FP8_DATA = Field("data", ("weight",), _E4M3)
 _INPUT_SCALE = Field("input_scale", ("input_scale",), _F32, rows=0, accept=activation_scale, optional=True)
+_FLOAT_FACTOR = _as_float32(E4M3_FACTOR)
 # `weight_scale_inv` (DeepSeek-V3) and `scale` (DeepSeek-V4) are factors, whatever the first one's name says.
 FORMATS: dict[WeightFormat, Stored] = {
     "bf16": Stored(Dense, (Field("data", ("weight",), (torch.bfloat16,)),)),
@@ -262,7 +271,7 @@ FORMATS: dict[WeightFormat, Stored] = {
     ),
     "fp8_block": Stored(
         Fp8Block,
-        (_FP8_DATA, Field("scale", ("weight_scale_inv", "scale"), _BLOCK_SCALES, FP8_BLOCK, FP8_BLOCK, E4M3_FACTOR)),
+        (_FP8_DATA, Field("scale", ("weight_scale_inv", "scale"), _BLOCK_SCALES, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
     ),
     "mxfp8": Stored(Mxfp8, (_FP8_DATA, Field("scales", ("weight_scale",), _E8M0, cols=MX_BLOCK, accept=E4M3_BYTES))),
 }
@@ -296,7 +305,7 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
         Fp8Tensor,
         (
             _FP8_DATA,
-            Field("scale", ("weight_scale",), _FLOATS, rows=0, accept=_as_float32(E4M3_FACTOR)),
+            Field("scale", ("weight_scale",), _FLOATS, rows=0, accept=_FLOAT_FACTOR),
             Field("input_scale", ("input_scale",), _FLOATS, 0, 1, _as_float32(activation_scale), optional=True),
         ),
     ),
@@ -307,7 +316,7 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
     ),
     "fp8_block": Stored(
         Fp8Block,
-        (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, FP8_BLOCK, FP8_BLOCK, _as_float32(E4M3_FACTOR))),
+        (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
     ),
 }
 
@@ -325,6 +334,7 @@ def _pack_quantized(scheme: Scheme) -> Stored:
 
 
 def _grouped(scheme: Scheme, fields: list[Field], claims: list[Claim], order: str) -> Stored:
+    claims.append(Claim("bias", _FLOATS, lambda rows, cols: (rows,), _no_bias, optional=True))
     if scheme.ordered:
         return Stored(Int4, tuple(fields), tuple(claims), order, scheme.group)
     in_order = Claim(order, _INT32, lambda rows, cols: (cols,), partial(_columns_in_order, scheme.group), optional=True)

@@ -9,6 +9,7 @@ Face repositories, in any case, without the organisation. A checkpoint's own con
 from __future__ import annotations
 
 import json
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def model_config(model: str | Path) -> dict[str, Any]:
         ConfigError: neither a path nor a name of the table; the message lists them.
     """
     path, known = Path(model), {name.lower(): config for name, config in MODELS.items()}
-    if path.exists() or len(path.parts) > 2 or path.is_absolute():
+    if len(path.parts) > 2 or path.is_absolute() or os.path.exists(path):
         return read_config(path)
     if found := known.get(path.name.lower()):
         return found

@@ -255,9 +255,10 @@ def _ruled(quant: dict[str, Any], names: Modules) -> dict[str, Any] | None:
 
 
 def _left_out(names: Modules, left: list[str]) -> bool:
-    """Tells whether `modules_to_not_convert` has one of `names`, or a part of one between dots."""
+    """Tells whether `modules_to_not_convert` has one of `names`, or a part of one between dots (`model.layers.0.`)."""
     text = " ".join(f".{name}." for name in names)
-    return any(part in text and f".{part}." in text for part in left)  # the first is quick: lists have hundreds
+    # The first is quick: lists have hundreds.
+    return any(part in text and f".{part.strip('.')}." in text for part in left)
 
 
 def _expect_bits(quant: dict[str, Any], name: str) -> None:

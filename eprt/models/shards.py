@@ -61,7 +61,7 @@ class Shard:
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
-            raise CheckpointError(f"{shown_as}: {_INCOMPLETE}: {error}") from error
+            raise CheckpointError(f"{shown_as} can't be read: {error.strerror}") from error
         try:
             self.entries = self._header(path)
         except CheckpointError:

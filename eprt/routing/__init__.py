@@ -298,10 +298,9 @@ class Router(nn.Module):
         weight, bias = self.weight, self.bias
         if self.float32_logits:
             hidden, weight = hidden.float(), weight.float()
-            bias = None if bias is None else bias.float()
         elif hidden.dtype != weight.dtype:
             raise InputError(f"hidden is {hidden.dtype}, the router {weight.dtype}: use router.to(hidden.dtype)")
-        logits = F.linear(hidden, weight, bias)
+        logits = F.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
         return RouterLogits(logits.float() if self.weights == "float32" else logits)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from support.jobs import checkpoint_jobs as jobs
 
 from eprt.config import ParallelConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
-from eprt.errors import CheckpointError
+from eprt.errors import CheckpointError, UsageError
+from eprt.models import checkpoint as checkpoint_module
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
+from eprt.models.shards import Shard
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SCALES = "model.layers.0.mlp.experts.down_proj_scales"  # of a tiny checkpoint
@@ -94,6 +97,21 @@ class TestReading:
         assert len(set(found)) == len(variants)
         with Checkpoint(write(tmp_path / "again", {SINGLE: {"x": torch.ones(4)}})) as checkpoint:
             assert checkpoint.fingerprint == found[0]
+
+    def test_names_are_hashed_once_for_all_layers(self, tmp_path, monkeypatch):
+        """There may be 300,000 names."""
+        hashed = []
+        monkeypatch.setattr(checkpoint_module, "hash63", lambda *chunks: hashed.append(chunks) or 1)
+        with Checkpoint(write_tiny_checkpoint(tmp_path / "m")) as checkpoint:
+            assert {load_layer(checkpoint, layer).layer for layer in (0, 1)} == {0, 1}
+        assert len(hashed) == 1
+
+    def test_nothing_is_read_of_one_that_is_closed(self, folder):
+        with Checkpoint(folder) as checkpoint:
+            name = next(iter(checkpoint.manifest))
+        for read in (checkpoint.read, checkpoint.sample):
+            with pytest.raises(UsageError, match="the checkpoint is closed"):
+                read(name)
 
     def test_hub_cache_snapshot(self, folder, tmp_path):
         """The Hugging Face cache keeps files in blobs/ and links to them from snapshots/<revision>/."""
@@ -221,6 +239,11 @@ class TestFolderRefused:
         (folder / name).rename(tmp_path / name)
         (folder / name).symlink_to(tmp_path / name)
         refuses(folder, name, "outside the checkpoint's folder")
+
+    def test_a_path_that_the_system_refuses(self):
+        refuses("a" * 5000, "can't be read: File name too long")
+        with pytest.raises(CheckpointError, match="can't be read: No such file"):
+            Shard(Path("gone"), Path("gone"))
 
     def test_blobs_of_another_model(self, folder, tmp_path):
         """Only the snapshot's own blobs are its own."""

@@ -132,6 +132,8 @@ def test_published_sizes_add_up_to_the_models_names() -> None:
 def test_a_name_that_nobody_knows_is_refused_with_those_known() -> None:
     with pytest.raises(ConfigError, match=r"--model gpt-oss-12b: there is no such file .*gpt-oss-120b, gpt-oss-20b"):
         model_config("gpt-oss-12b")
+    with pytest.raises(ConfigError, match=r"no such file"):
+        model_config("a" * 5000)
 
 
 def test_gpus_are_not_put_on_one_host_silently(capsys: pytest.CaptureFixture[str]) -> None:

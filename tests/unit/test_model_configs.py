@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from support.cases.model_cases import MODELS, refuses, saved
 from support.cases.model_recipes import make_config
-from support.cases.packed_checkpoints import QUANT, e4m3, pack
+from support.cases.packed_checkpoints import QUANT, e4m3, edit, pack
 
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.models import FAMILIES, family_for, load_layer
-from eprt.models.checkpoint import SINGLE
+from eprt.models.checkpoint import CONFIG, SINGLE
 from eprt.weights import ExpertWeights
 
 STORED = ["original", "stacked"]
@@ -214,6 +214,13 @@ class TestConfigs:
     def test_every_row_of_the_table_imports(self, model_type):
         path = family_for({"model_type": model_type}).module_path(3)
         assert path.startswith(("model.layers.3.", "model.language_model.", "language_model.model."))
+
+    def test_an_infinite_number_that_no_layer_reads(self, tmp_path):
+        """Python writes it so, beyond JSON; Nemotron 3 publishes it."""
+        *_, layer, folders = saved("nemotron_h")
+        folder = edit(folders["original"], tmp_path, config={"time_step_limit": [0.0, float("inf")]})
+        assert "Infinity" in (folder / CONFIG).read_text()
+        assert load_layer(folder, layer).config == load_layer(folders["original"], layer).config
 
     def test_kimi_k2_is_deepseek_v3(self):
         config, layer = hf("deepseek_v3")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases.model_cases import refuses, saved
-from support.cases.packed_checkpoints import QUANT, edit, pack
+from support.cases.packed_checkpoints import EXPERT, QUANT, edit, pack
 from support.cases.packed_int4 import compressed, words
 
 from eprt.config import ParallelConfig
@@ -141,7 +141,7 @@ def group(targets: list[str], **weights: object) -> dict[str, object]:
         *(
             (dialect, {"modules_to_not_convert": names})
             for dialect in ("fp8_block", "awq")
-            for names in (["lm_head", PREFIX.removesuffix(".experts")], ["experts"])
+            for names in (["lm_head", PREFIX.removesuffix(".experts")], ["experts"], ["model.layers.1."])
         ),
         ("nvfp4", {"ignore": [f"{PREFIX}*"]}),
         ("nvfp4", {"exclude_modules": ["model.layers.1.*"]}),
@@ -312,6 +312,15 @@ def assert_named(folder, bad, layer, name, change, text):
     with pytest.raises(CheckpointError, match=text) as caught:
         load_layer(bad, layer)
     assert f"'{name}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("dialect", ["gptq", "pack_quantized"])
+def test_biases_of_zero_that_a_packer_writes_are_none(tmp_path, dialect):
+    folder, plain, layer = packed(tmp_path, dialect, case="deepseek_v3")
+    rows = {name.removesuffix("weight"): len(t) for name, t in load_file(plain / SINGLE).items() if EXPERT.match(name)}
+    folder = edit(folder, tmp_path / "biased", {f"{name}bias": torch.zeros(n).half() for name, n in rows.items()})
+    load_layer(folder, layer)
+    assert_named(folder, tmp_path / "bad", layer, f"{PREFIX}.2.down_proj.bias", torch.ones_like, "64 of 64 are other")
 
 
 def test_a_v1_zero_of_sixteen_is_no_zero_point(tmp_path):

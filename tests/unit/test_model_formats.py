@@ -48,6 +48,16 @@ class TestPacked:
             equal(matrix.scales, expected.scales)
             equal(matrix.codes, expected.codes)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
+    def test_scales_of_blocks_in_other_dtypes(self, tmp_path, dtype):
+        """Qwen publishes bf16 and float16 ones."""
+        folder, layer = packed("qwen3_moe", tmp_path / "f32", "fp8_block")
+        scales = {name: t.to(dtype) for name, t in load_file(folder / SINGLE).items() if name.endswith("_scale_inv")}
+        known = load_layer(edit(folder, tmp_path / "known", {name: t.float() for name, t in scales.items()}), layer)
+        found = load_layer(edit(folder, tmp_path / "other", scales), layer)
+        equal(found.experts.gate_up.scale, known.experts.gate_up.scale)
+        equal(found.experts.down.scale, known.experts.down.scale)
+
     def test_v4_stacked_as_transformers_keeps_it(self, tmp_path):
         """int8 codes and `_scale_inv`, all experts in one tensor."""
         *_, layer, folders = saved("deepseek_v4")

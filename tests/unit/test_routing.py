@@ -172,6 +172,13 @@ def test_what_the_weights_are_rounded_to():
     assert not short(Router(weight.float(), Routing("grouped_softmax"), K))
 
 
+def test_a_bias_of_another_dtype_than_the_weight():
+    hidden, weight, bias = torch.randn(T, H).bfloat16(), torch.randn(E, H).bfloat16(), torch.randn(E).bfloat16()
+    known, found = (Router(weight, Routing("topk_softmax"), K, bias=each)(hidden) for each in (bias, bias.float()))
+    assert torch.equal(found.ids, known.ids)
+    assert torch.equal(found.weights, known.weights)
+
+
 def test_scaling_is_applied_once_and_leading_dimensions_are_flattened():
     weight = torch.randn(E, H)
     hidden = torch.randn(2, 3, H)
