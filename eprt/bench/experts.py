@@ -260,7 +260,8 @@ def experts_report(
     found, runtime = baselines(), runtime or RuntimeConfig()
     others = {} if found is None else found.EXPERTS
     if unknown := sorted(set(libraries) - {*others, "none"}):
-        raise ConfigError(f"--libraries {unknown[0]!r}: expected {', '.join([*others, 'none'])}")
+        known = ", ".join([*others, "none"]) if found else f"none; {MISSING}"
+        raise ConfigError(f"--libraries {unknown[0]!r}: expected {known}")
     choose_cases(shapes, executors, runtime, Device("cpu"))  # names that nobody knows are refused on any machine
     sizes = {shape: (SHAPES[shape].config.num_experts, SHAPES[shape].config.top_k) for shape in shapes}
     routed = {shape: None if routing == "uniform" else read_routing(routing, *sizes[shape])[0] for shape in shapes}

@@ -95,7 +95,7 @@ def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], 
     try:
         plan = make_plan(case.config, world.parallel, case.runtime, Device.of(world.device))
     except UnsupportedError as error:
-        return [], [str(error).splitlines()[0]]
+        return [], [reason_of(error)]
     works = [c for c in plan.candidates if c.support]
     cases = [replace(case, dispatcher=c.dispatcher, executor=c.executor, token_format=c.token_format) for c in works]
     return cases, [f"{c.dispatcher} + {c.executor}: {c.support.reason}" for c in plan.candidates if not c.support]

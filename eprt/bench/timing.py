@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from eprt.errors import EprtError, RankLost
+from eprt.errors import EprtError, RankLost, UnsupportedError
 from eprt.garbage import without_collections
 from eprt.ranks.process import RankContext
 from eprt.timing import host_stopwatch
@@ -36,10 +36,11 @@ def world_of(context: RankContext) -> World:
 
 
 def reason_of(error: EprtError) -> str:
-    """Returns the first line of an error, as the reason for a note. Raises a lost rank again: that ends the run."""
+    """Returns the first line of an error, as the reason for a note; of what can't run all lines, one for each pair.
+    Raises a lost rank again: that ends the run."""
     if isinstance(error, RankLost):
         raise error
-    return str(error).splitlines()[0]
+    return str(error) if isinstance(error, UnsupportedError) else str(error).splitlines()[0]
 
 
 def settle(world: World) -> None:

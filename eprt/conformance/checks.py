@@ -23,6 +23,7 @@ from eprt.experts.base import Executor
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.ranks.process import RankContext
+from eprt.rounding import round_up
 from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights
@@ -195,7 +196,7 @@ class _TransportRun:
         self.world = _world(context, check)
         self.dispatcher = _dispatcher(context, check, self.world)
         # Float32 has bits to spare for scaling expert e by e + 1; in bf16 only the plain sum is exact.
-        E = check.moe.num_experts
+        E = self.dispatcher.config.num_experts
         self.scale = torch.arange(1.0, E + 1) if check.dtype == "f32" else torch.ones(E)
         self.exact = check.payload in (None, check.dtype)
         self.open: dict[int, tuple[Batch, Dispatched]] = {}
@@ -204,7 +205,7 @@ class _TransportRun:
 
     def dispatch(self, call: int) -> None:
         check, world = self.check, self.world
-        batches = _inputs(check.case, call, world.size, check.moe, check.torch_dtype)
+        batches = _inputs(check.case, call, world.size, self.dispatcher.config, check.torch_dtype)
         own = batches[world.rank].to(world.device)
         sent = self.dispatcher.dispatch(own.hidden, own.topk, check.case.counts.agreed)
         self.open[call] = (batches[world.rank], sent)
@@ -271,7 +272,9 @@ def _key(check: Check) -> Check:
 
 
 def _dispatcher(context: RankContext, check: Check, world: World) -> Dispatcher:
-    return context.once(_key(check), lambda: make_dispatcher(check.dispatcher, world, check.moe, check.runtime))
+    """Returns a dispatcher of the check's experts, or of a few more, as they have to divide over the ranks."""
+    even = replace(check.moe, num_experts=round_up(check.moe.num_experts, world.parallel.ep_size))
+    return context.once(_key(check), lambda: make_dispatcher(check.dispatcher, world, even, check.runtime))
 
 
 def _layer(context: RankContext, check: Check, world: World, full: ExpertWeights) -> ExpertParallelMoE:

@@ -19,7 +19,7 @@ from eprt.models import LayerParts
 from eprt.placement import ExpertShard
 from eprt.quant import encode
 from eprt.tokens import as_bytes
-from eprt.weights import ExpertWeights, Matrix, SharedExpertWeights
+from eprt.weights import FP8_BLOCK, ExpertWeights, Fp8Block, Matrix, SharedExpertWeights
 
 
 def full_weights(config: MoEConfig, seed: int = SEED) -> ExpertWeights:
@@ -70,10 +70,12 @@ def _cut(matrix: Matrix, dim: int, parts: int, size: int, width: slice) -> Matri
     """Cuts slice `width` of the intermediate dimension `dim` from every tensor that has it, at its own block size."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() < 3 or width == slice(0, size):
+        of_parts = tensor.dim() == 2 and tensor.shape[1] == parts  # scales of whole parts
+        if tensor.dim() <= dim or of_parts or width == slice(0, size):
             return tensor
         blocks = tensor.shape[dim] // parts
-        start, stop = (edge * blocks / size for edge in (width.start, width.stop))
+        block = FP8_BLOCK if isinstance(matrix, Fp8Block) and tensor is matrix.scale else size / blocks
+        start, stop = width.start / block, blocks if width.stop == size else width.stop / block
         if start != int(start) or stop != int(stop):
             raise ConfigError(f"rows {width.start} to {width.stop} of {size} would split a scale block")
         return (

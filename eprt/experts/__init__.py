@@ -92,6 +92,7 @@ EXECUTORS: dict[str, ExecutorSpec] = {
             sm=(80, 99),
             activations=_ACTIVATIONS,
             requirement=Requirement("humming", ("humming-kernels",), "0.1.19"),
+            rule=rules.humming,
             preference=4,
             invariant=("cuda",),
         ),

@@ -37,7 +37,7 @@ class ExecutorSpec:
         formats: token formats it takes natively; an adapter bridges the other one.
         weights: number formats its kernels take natively.
         decodes: number formats it takes by decoding to bf16 when weights are loaded (more memory; `explain` says so).
-        payloads: packed tokens it takes; plain bf16 and f32 always.
+        payloads: number formats of the tokens it takes, plain ones (`bf16`, `f32`) among them.
         devices, sm: device kinds; for CUDA the inclusive range of compute capabilities times ten.
         activations: kinds of `Activation` it computes.
         bias: expert biases are honoured.

@@ -82,13 +82,13 @@ def write_whole(executor: Prepared, weights: ExpertWeights) -> None:
 
 
 def leaves(root: object) -> dict[str, Any]:
-    """Returns the tensors and the floating-point numbers that an object holds, by the path to each: in containers, and
-    in objects of eprt's or of its own package."""
+    """Returns the tensors and the floating-point numbers that an object holds, and each None, by the path to each: in
+    containers, and in objects of eprt's or of its own package."""
     return dict(_leaves(vars(root), "", set(), ("eprt.", type(root).__module__.partition(".")[0] + ".")))
 
 
 def _leaves(value: Any, path: str, seen: set[int], packages: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor | float):
+    if isinstance(value, torch.Tensor | float | None):
         yield path, value
         return
     if id(value) in seen:
@@ -115,14 +115,10 @@ def _like(executor: Prepared, config: MoEConfig, shard: ExpertShard, weights: Ex
 
 
 def _require_alike(held: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless the new tensors have the old ones' layouts, and numbers are the same."""
+    """Raises ConfigError unless the new tensors are where the old ones are, in their layouts, and numbers are the
+    same."""
     for name, new in made.items():
-        old = held.get(name)
-        if isinstance(new, float):
-            found, expected = new, old
-        else:
-            found = tuple(new.shape), new.dtype
-            expected = None if old is None else (tuple(old.shape), old.dtype)
+        found, expected = _layout(new), _layout(held.get(name))
         if found != expected:
             raise ConfigError(
                 f"prepared experts have {name.lstrip('.')} as {found}, the layer holds {expected}: the new values need "
@@ -130,3 +126,7 @@ def _require_alike(held: Mapping[str, Any], made: Mapping[str, Any]) -> None:
             )
     if missing := held.keys() - made.keys():
         raise ConfigError(f"prepared experts lack {sorted(missing)}, which the layer holds: build the layer again")
+
+
+def _layout(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value

@@ -25,6 +25,13 @@ def triton_grouped(config: MoEConfig, device: Device, payload: PayloadFormat) ->
     return ""
 
 
+def humming(config: MoEConfig, device: Device, payload: PayloadFormat) -> str:
+    """From `HummingKernel.check_shape`: rows are padded in whole 16 bytes, of E4M3 in 16 numbers. I is padded here."""
+    if config.weight_format in ("fp8_tensor", "fp8_block") and config.hidden_size % 16:
+        return f"{config.weight_format} weights need a hidden size in multiples of 16, not {config.hidden_size}"
+    return ""
+
+
 def trtllm_routing(config: MoEConfig, device: Device, payload: PayloadFormat) -> str:
     """TRTLLM-Gen's routing kernels, with which CuteDSL's contiguous kernels sort tokens, too."""
     if config.top_k > TRTLLM_MAX_TOP_K:

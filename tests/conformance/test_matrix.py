@@ -157,6 +157,11 @@ def test_standard_checks_cover_both_dispatchers_formats_and_executors_on_a_cpu()
     assert {c.case for c in checks if c.kind != "layer"} == set(CASES)
 
 
+def test_experts_that_do_not_divide_over_the_ranks(pools):
+    """Dispatchers carry slots, of which each rank has equally many; layers leave some of them empty."""
+    run(pools, 3, [check for check in standard_checks(3, Device("cpu")) if check.case in CASES[::9]])
+
+
 @st.composite
 def worlds(draw):
     """Any counts, any ids (repeated, invalid, all on one rank), any weights in eighths (negative, zero), any R."""

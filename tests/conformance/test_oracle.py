@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,9 +66,18 @@ def test_experts_are_unlike_each_other_and_gate_is_unlike_up(name):
         assert float((gate - up).norm() / up.norm()) > 0.5
 
 
-@pytest.mark.parametrize(("name", "moe_tp_size"), [("silu_f32", 4), ("gpt_oss", 2), ("relu2_bf16", 4)])
-def test_shards_are_the_whole_cut(name, moe_tp_size):
-    config = CONFIGS[name]
+@pytest.mark.parametrize(
+    ("name", "moe_tp_size", "changes"),
+    [
+        ("silu_f32", 4, {}),
+        ("gpt_oss", 2, {}),
+        ("relu2_bf16", 4, {}),
+        ("silu_bf16", 2, {"weight_format": "fp8_channel"}),
+        ("silu_bf16", 2, {"weight_format": "fp8_block", "intermediate_size": 256}),
+    ],
+)
+def test_shards_are_the_whole_cut(name, moe_tp_size, changes):
+    config = replace(CONFIGS[name], **changes)
     full, parts = full_weights(config), config.activation.parts
     placement = ExpertPlacement(config.num_experts, ParallelConfig(2 * moe_tp_size, moe_tp_size=moe_tp_size))
     shards = [placement.shard(rank) for rank in range(2 * moe_tp_size)]
@@ -82,8 +93,11 @@ def test_shards_are_the_whole_cut(name, moe_tp_size):
         assert torch.equal(torch.cat(halves, 2).flatten(1, 2), decode(full.gate_up, parts)[experts])
 
 
-def test_a_cut_through_a_scale_block_is_refused():
-    config = CONFIGS["gpt_oss"]
-    placement = ExpertPlacement(config.num_experts, ParallelConfig(4, moe_tp_size=4))
+@pytest.mark.parametrize(
+    ("moe_tp_size", "changes"), [(4, {}), (2, {"weight_format": "fp8_block", "intermediate_size": 192})]
+)
+def test_a_cut_through_a_scale_block_is_refused(moe_tp_size, changes):
+    config = replace(CONFIGS["gpt_oss"], **changes)
+    placement = ExpertPlacement(config.num_experts, ParallelConfig(4, moe_tp_size=moe_tp_size))
     with pytest.raises(ConfigError, match="would split a scale block"):
         shard_weights(full_weights(config), config, placement.shard(1))

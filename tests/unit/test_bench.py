@@ -202,7 +202,10 @@ def test_a_refusal_becomes_one_note(monkeypatch) -> None:
     monkeypatch.setattr(bench_command, "keep", lambda *_: lambda report: kept.append(len(report.notes)))
     for cases, job in ((carried, measure_dispatch), (layers, layer.measure_layer)):
         bench_command.measured(report, cases, job, None, workers, None, Terminal(speaks=False))
+    pairs, [why] = layer.pairs_here(context, layer.LayerCase("tiny", (1,), "auto", "triton_grouped"))
     context.close()
+    assert pairs == []
+    assert "triton_grouped: runs on cuda, not on cpu" in why
     assert kept == [2, 2, 3]
     assert report.rows == []
     assert report.notes == [

@@ -56,6 +56,9 @@ def test_unknown_names_and_machines_are_refused(monkeypatch):
         router.router_report(["gpt"], tokens=[1])
     with pytest.raises(ConfigError, match="no CUDA device"):
         router.router_report(tokens=[1])
+    monkeypatch.setattr(bench, "baselines", lambda: None)
+    with pytest.raises(ConfigError, match=r"'vllm triton': expected none; baselines: .* EPRT_BASELINES can name"):
+        experts_report(tokens=[1], libraries=["vllm triton"])
     assert main(["bench", "experts"]) == main(["bench", "router", "--tokens", "0"]) == 2
 
 

@@ -36,6 +36,7 @@ SLOTWISE = [
     (TritonGroupedExecutor, "fp8_block"),
     (TritonGroupedExecutor, "mxfp4"),
     (TritonGroupedExecutor, "nvfp4"),
+    (TritonGroupedExecutor, "int4"),
     pytest.param(HummingExecutor, "mxfp4", marks=needs_humming),
     pytest.param(HummingExecutor, "fp8_block", marks=needs_humming),
 ]
@@ -158,6 +159,37 @@ def test_values_that_need_another_layout_are_refused_and_nothing_changes() -> No
         wide = HummingExecutor(config, shard, spread, CPU, RUNTIME)
         wide.load_experts(one)  # one scale, written twice
         assert not same(bits(wide), before)
+
+
+def test_zero_points_of_fewer_groups_are_no_scales() -> None:
+    """Both have as many words."""
+    config, old, _ = a_case("int4", bias=False)
+
+    def by_64(matrix):
+        scales = matrix.scales[..., ::2].contiguous()
+        return replace(matrix, scales=scales, zeros=torch.full(scales.shape, 7, dtype=torch.uint8))
+
+    new = replace(old, gate_up=by_64(old.gate_up), down=by_64(old.down))
+    executor, fresh = (TritonGroupedExecutor(config, shard_of(config), w, CPU, RUNTIME) for w in (old, new))
+    assert [t.shape for t in bits(executor).values()] == [t.shape for t in bits(fresh).values()]
+    before = bits(executor)
+    for weights, slots in ((new, None), (rows_of(new, [3]), [3])):
+        with pytest.raises(ConfigError, match=r"gate_up\.scale_and_zeros .* build the layer again"):
+            executor.load_experts(weights, slots)
+    assert same(bits(executor), before)
+
+
+def test_weights_without_the_first_ones_input_scales_are_refused() -> None:
+    """What the calls need of these would stay that of the first weights."""
+    config = make_config("nvfp4", hidden_size=256, intermediate_size=192)
+    weights, shard, runtime = make_weights(config), shard_of(config), replace(RUNTIME, token_format="flat")
+    executor = build(CuteDslExecutor, FakeCuteDsl(), config, shard, calibrated(weights, config), runtime)
+    executor.spec = EXECUTORS["cutedsl_nvfp4"]
+    flat = make_flat(config, dtype=torch.bfloat16)
+    before = executor(flat)
+    with pytest.raises(ConfigError, match=r"input as None, the layer holds .* build the layer again"):
+        executor.load_experts(weights)
+    assert torch.equal(executor(flat), before)
 
 
 def test_weights_of_another_size_or_format_are_refused() -> None:

@@ -196,6 +196,13 @@ def test_nvfp4_tokens_need_whole_groups_of_values() -> None:
         make_plan(config, ParallelConfig(4), RuntimeConfig(payload="nvfp4"), Device.parse("sm90"))
 
 
+def test_humming_needs_whole_16_bytes_of_fp8_rows() -> None:
+    config = replace(config_of(DEEPSEEK_FP8), hidden_size=7176)
+    with pytest.raises(UnsupportedError, match="humming: fp8_block weights need a hidden size in multiples of 16, not"):
+        make_plan(config, ParallelConfig(4), RuntimeConfig(executor="humming"), Device.parse("sm89"))
+    assert make_plan(config, ParallelConfig(4), RuntimeConfig(), Device.parse("sm89")).executor == "torch_grouped"
+
+
 def test_what_one_half_of_a_pair_lacks_does_not_hide_what_the_other_was_measured_to_take() -> None:
     measured = plan_for(GPT_OSS, "sm90", "prefill")
     assert plan_for(GPT_OSS, "sm90", "prefill", executor="reference").dispatcher == measured.dispatcher

@@ -95,6 +95,19 @@ def test_every_choice_of_its_heuristics_is_legal(humming, weight_format, fp8):
                         build(config, gemm_type, schedule, batch_invariant=invariant)
 
 
+@pytest.mark.parametrize(("H", "fp8"), [(100, False), (104, True)])
+def test_hidden_sizes_of_no_whole_16_bytes_are_refused(humming, H, fp8):
+    """Why `eprt.experts.rules.humming` asks for multiples of 16."""
+    from humming.tune import get_heuristics_config
+
+    for shape in matrices(H, 128, 2):
+        config = made_config("fp8_block", shape, 8, fp8=fp8)
+        schedule = get_heuristics_config(config, shape_m=64, device=0, gemm_type="grouped_contiguous")
+        if shape.hidden_side == "cols" or not fp8:
+            with pytest.raises(AssertionError):
+                build(config, "grouped_contiguous", schedule)
+
+
 def test_nvfp4_by_fp8_has_no_schedule(humming, monkeypatch):
     """Why low_precision_activations leaves NVFP4 alone."""
     from humming.tune import get_heuristics_config

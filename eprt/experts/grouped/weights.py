@@ -76,7 +76,9 @@ class GroupedMatrix:
         return cls(tensors["data"], scale, factor, bias, parts, parts * padded, cols, zeros)
 
     def slot_tensors(self) -> dict[str, torch.Tensor]:
-        return present(data=self.data, scale=self.scale, factor=self.factor, bias=self.bias)
+        # By its name, as other groups without zero points have as many words, and kernels know which as a constant.
+        scale = {"scale_and_zeros" if self.zeros else "scale": self.scale}
+        return present(data=self.data, **scale, factor=self.factor, bias=self.bias)
 
 
 def _laid_out(own: Matrix, parts: int, padded: int, e4m3: bool) -> dict[str, torch.Tensor]:
