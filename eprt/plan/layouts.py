@@ -93,7 +93,7 @@ def _judged(
     try:
         plans = tuple(make_plan(config, way, runtime, device) for config, _ in kinds)
     except EprtError as error:
-        return replace(layout, refused=str(error).splitlines()[0])
+        return replace(layout, refused=str(error).splitlines()[0].removesuffix(":"))
     counted = [(config, count, plan) for (config, count), plan in zip(kinds, plans, strict=True)]
     weights = sum(count * _weight_bytes(config, way, plan) for config, count, plan in counted) / 1e9
     buffers = max(_buffer_bytes(config, way, plan) for config, _, plan in counted) / 1e9
