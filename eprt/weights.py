@@ -373,6 +373,8 @@ def _check_dense(name: str, found: object, shape: tuple[int, ...] | None, first:
         problem = f"{'missing' if found is None else type(found).__name__}: expected a tensor {shape}"
     elif tuple(found.shape) != shape:
         problem = f"{tuple(found.shape)}: the config says {shape}"
+    elif found.is_meta:
+        problem = "on the meta device, which holds no numbers: load the weights first"
     elif found.dtype not in PLAIN:
         problem = f"{found.dtype}: expected bfloat16 or float32, as the tokens have"
     elif found.dtype != first.dtype:

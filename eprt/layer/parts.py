@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from eprt.config import MoEConfig
 from eprt.errors import ConfigError
 from eprt.json_files import shown
@@ -26,6 +30,13 @@ def check_parts(
     for part in (shared, latent, router):
         if part is not None:
             part.check(config)
+
+
+def check_dtypes(accepted: Sequence[tuple[torch.dtype, str]]) -> None:
+    """Raises ConfigError where no tokens would suit every part that takes one dtype alone."""
+    if len({dtype for dtype, _ in accepted}) > 1:
+        found = ", ".join(f"{name} takes {dtype} tokens" for dtype, name in accepted)
+        raise ConfigError(f"{found}: expected one dtype; cast the weights of shared expert and latent projection")
 
 
 def _require_pair(name: str, wanted: object, given: object) -> None:

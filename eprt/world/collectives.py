@@ -189,6 +189,7 @@ class Collectives:
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Sums this rank's n rows of every rank's x[W * n] to out[n]."""
         self.require_open()
+        x = x.contiguous()
         if len(self._ranks) < self.size:
             parts = x.chunk(self.size)
             x = torch.cat([parts[rank] for rank in self._ranks])

@@ -84,6 +84,9 @@ UNBUILDABLE = [
     ("shared_half", "ConfigError: rank 1: shared.up is torch.float16: expected bfloat16 or float32"),
     ("shared_dict", "ConfigError: rank 1: shared is dict: expected SharedExpertWeights"),
     ("shared_list", "ConfigError: rank 1: shared.up is list: expected a tensor (8, 24)"),
+    ("shared_meta", "ConfigError: rank 1: shared.up is on the meta device, which holds no numbers: load the weights"),
+    ("router_meta", "ConfigError: rank 1: router weight is on the meta device, which holds no numbers: load the"),
+    ("shared_alone", "ConfigError: rank 1: the shared expert takes torch.bfloat16 tokens, the latent projection takes"),
     ("latent_swapped", "ConfigError: rank 1: latent.into is (24, 16): the config says (16, 24)"),
     ("latent_bias", "ConfigError: rank 1: latent.out_of_bias is (16,): the config says (24,)"),
     ("latent_dict", "ConfigError: rank 1: latent is dict: expected LatentWeights"),
@@ -171,6 +174,20 @@ def test_a_closed_layer_is_the_first_thing_wrong_on_every_rank(pools) -> None:
 )
 def test_what_one_rank_does_otherwise_is_the_same_error_on_all(pools, job, says: str) -> None:
     assert told_alike(pools(2).run(job, timeout_s=20)).startswith(says)
+
+
+@pytest.mark.parametrize("dispatcher", ["none", "torch"])
+def test_experts_outputs_may_lie_column_by_column(pools, dispatcher: str) -> None:
+    assert pools(2).run(jobs.output_by_columns, dispatcher=dispatcher) == [True] * 2
+
+
+def test_a_layer_that_was_cast_takes_tokens_of_its_new_dtype_alone(pools) -> None:
+    for rank, (told, error, told_of_half) in enumerate(pools(2).run(jobs.cast_layer)):
+        assert told.endswith("the shared expert takes torch.bfloat16 tokens; use hidden_states.to(torch.bfloat16)"), (
+            rank
+        )
+        assert error < 2e-2, "bf16 instead of float32"
+        assert told_of_half.endswith("the shared expert takes torch.float16 tokens; use layer.to(torch.bfloat16)"), rank
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])
