@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -248,6 +250,18 @@ def test_routing_is_warmed_up_for_the_models_experts_not_for_slots(monkeypatch):
         assert layer.dispatcher.config.num_experts == len(slots)
         world.warmup(layer)
     assert told == [config]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_layer_cannot_be_copied(copied) -> None:
+    """In a world of one, compiled code of a copy called the original."""
+    config = cases.make_config("f32")
+    with World.from_env("cpu") as world:
+        layer = ExpertParallelMoE(
+            config, world, cases.make_weights(config), runtime=RuntimeConfig(executor="reference")
+        )
+        with pytest.raises(UsageError, match="a World, and what holds one, as layers do, can't be copied or pickled"):
+            copied(layer)
 
 
 def test_a_layer_that_missed_the_warm_up_is_refused_and_works_after_one():
