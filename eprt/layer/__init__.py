@@ -21,7 +21,7 @@ from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
 from eprt.kinds import require_kinds
 from eprt.layer.loading import ExpertLoading
-from eprt.layer.parts import check_dtypes, check_number, check_parts
+from eprt.layer.parts import check_dtypes, check_number, check_parts, placement_in
 from eprt.layer.rounds import Given, LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slots import ChosenSlots, Slices
 from eprt.layer.warming import compile_kernels, recorded_dtype
@@ -95,7 +95,7 @@ class ExpertParallelMoE(nn.Module):
             check_number(layer)
             require_kinds(ExpertParallelMoE.__init__, given)
             check_parts(config, router, shared, latent)
-            self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
+            self.placement = placement_in(world.parallel, config, placement)
             inside = self.placement.in_slots(config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
             runtime = replace(runtime, max_tokens_per_rank=self.plan.max_tokens_per_rank)

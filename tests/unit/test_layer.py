@@ -12,9 +12,9 @@ from support.builders import told_alike
 from support.cases import expert_cases as cases
 from support.jobs import layer_jobs as jobs
 
-from eprt.config import RuntimeConfig
+from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import UsageError
+from eprt.errors import ConfigError, UsageError
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK
@@ -78,6 +78,7 @@ UNBUILDABLE = [
     ("layer", "ConfigError: rank 1: layer 'a': expected the layer's number"),
     ("experts_none", "ConfigError: rank 1: experts is NoneType: expected ExpertWeights"),
     ("order_list", "ConfigError: rank 1: hidden_order: expected each of 16 columns of the hidden states once"),
+    ("order_meta", "ConfigError: rank 1: hidden_order: expected each of 16 columns of the hidden states once"),
     ("matrix_list", "ConfigError: rank 1: down.data is list: Dense weights need a tensor"),
     ("shared_width", "ConfigError: rank 1: shared.down is (24, 7): the config says (24, 8)"),
     ("shared_gate", "ConfigError: rank 1: shared.gate is missing: expected a tensor (8, 24)"),
@@ -250,6 +251,14 @@ def test_routing_is_warmed_up_for_the_models_experts_not_for_slots(monkeypatch):
         assert layer.dispatcher.config.num_experts == len(slots)
         world.warmup(layer)
     assert told == [config]
+
+
+def test_a_placement_in_another_world_is_named():
+    config = cases.make_config("f32")
+    with World.from_env("cpu") as world:
+        placement = ExpertPlacement(config.num_experts, ParallelConfig(2))
+        with pytest.raises(ConfigError, match=r"sizes \(2, 1\), the world has \(1, 1\): make it with world.parallel"):
+            ExpertParallelMoE(config, world, cases.make_weights(config), placement=placement)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])

@@ -75,6 +75,7 @@ def spoiled(weights, spoil):
 SPOILED = {
     "experts_none": (ExpertWeights, lambda w: None),
     "order_list": (ExpertWeights, lambda w: replace(w, hidden_order=list(range(H)))),
+    "order_meta": (ExpertWeights, lambda w: replace(w, hidden_order=torch.arange(H, device="meta"))),
     "matrix_list": (ExpertWeights, lambda w: replace(w, down=Dense(w.down.data.tolist()))),
     "shared_width": (SharedExpertWeights, lambda w: replace(w, down=w.down[:, 1:])),
     "shared_gate": (SharedExpertWeights, lambda w: replace(w, gate=None)),
