@@ -14,7 +14,7 @@ from support.jobs import layer_jobs as jobs
 
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import ConfigError, UsageError
+from eprt.errors import CapacityError, ConfigError, UsageError
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK
@@ -251,6 +251,20 @@ def test_routing_is_warmed_up_for_the_models_experts_not_for_slots(monkeypatch):
         assert layer.dispatcher.config.num_experts == len(slots)
         world.warmup(layer)
     assert told == [config]
+
+
+def test_a_bucket_over_a_strict_capacity_refuses_no_batch_within_it():
+    """Buckets are the World's: graphs of other layers may have larger ones."""
+    config = cases.make_config("f32")
+    hidden, ids = torch.ones(7, config.hidden_size), torch.zeros(7, config.top_k, dtype=torch.int32)
+    with World.from_env("cpu") as world:
+        runtime = RuntimeConfig(executor="reference", max_tokens_per_rank=6, strict_capacity=True)
+        layer = ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime)
+        world.add_buckets((8,))
+        with world.step(5):
+            assert layer(hidden[:5], TopK(ids[:5], ids[:5].float())).shape == (5, config.hidden_size)
+        with world.step(7), pytest.raises(CapacityError, match="tokens_per_rank is 7 tokens, over the capacity of 6"):
+            layer(hidden, TopK(ids, ids.float()))
 
 
 def test_a_placement_in_another_world_is_named():
