@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.fx.node import has_side_effect
 
-from eprt.errors import UsageError
+from eprt.errors import InputError, UsageError
 from eprt.tokens import RouterLogits, TopK
 
 _LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -39,7 +39,7 @@ def moe_layer(
     tokens_per_rank: int | None,
 ) -> torch.Tensor:
     """Calls the layer with that number as `ExpertParallelMoE.forward` is called."""
-    layer: Callable[..., torch.Tensor] | None = _LAYERS.get(number)
+    layer: Any = _LAYERS.get(number)
     if layer is None:
         raise UsageError(f"compiled code calls layer {number}, which is gone: keep the layer, or compile again")
     routing: TopK | RouterLogits | None = None
@@ -47,7 +47,9 @@ def moe_layer(
         routing = TopK(topk_ids, topk_weights)
     elif logits is not None:
         routing = RouterLogits(logits)
-    output = layer(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
+    # Of a module not the whole call: its hooks ran in the compiled code, which `layer.compile()` makes its call.
+    forward: Callable[..., torch.Tensor] = getattr(layer, "forward", layer)
+    output = forward(hidden_states, routing, token_ids=token_ids, tokens_per_rank=tokens_per_rank)
     return output.contiguous()
 
 
@@ -84,4 +86,8 @@ def call(
     """Calls the operator in place of `forward` while that is traced."""
     ids, weights = (routing.ids, routing.weights) if isinstance(routing, TopK) else (None, None)
     logits = routing.logits if isinstance(routing, RouterLogits) else None
+    if routing is not None and logits is None and (ids is None or weights is None):  # the operator would see none
+        raise InputError(
+            f"routing is {type(routing).__name__}: expected TopK, RouterLogits, with their tensors, or None"
+        )
     return moe_layer(hidden_states, number, ids, weights, logits, token_ids, tokens_per_rank)

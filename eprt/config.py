@@ -307,9 +307,9 @@ class RuntimeConfig:
         low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade): experts'
             error against float32 is then 4% to 5% in norm instead of 0.3%, with FP8 weights and with MXFP4.
         layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
-            replay: for a model whose attention can't be captured. Calls without a known R, or with a routing of the
-            caller's own, run as they are. `eprt.StepGraphs` captures more and is faster. None: only in models that
-            were given to `parallelize`, on several GPUs, where dispatcher and executor can be captured.
+            replay: for a model whose attention can't be captured. Calls without a known R, or with a routing or token
+            ids of the caller's own, run as they are. `eprt.StepGraphs` captures more and is faster. None: only in
+            models that were given to `parallelize`, on several GPUs, where dispatcher and executor can be captured.
     """
 
     dispatcher: str = "auto"

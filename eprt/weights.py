@@ -292,7 +292,7 @@ class ExpertWeights:
         parts = config.activation.parts
         L, H = shard.num_local_experts, config.hidden_size
         order: object = self.hidden_order
-        right = isinstance(order, torch.Tensor) and order.dtype == torch.int64
+        right = isinstance(order, torch.Tensor) and order.dtype == torch.int64 and not order.is_meta
         if order is not None and not (right and torch.equal(order.sort().values.cpu(), torch.arange(H))):
             raise ConfigError(f"hidden_order: expected each of {H} columns of the hidden states once, in int64")
         self.gate_up.check("gate_up", L, parts * intermediate, H, parts)
@@ -373,6 +373,8 @@ def _check_dense(name: str, found: object, shape: tuple[int, ...] | None, first:
         problem = f"{'missing' if found is None else type(found).__name__}: expected a tensor {shape}"
     elif tuple(found.shape) != shape:
         problem = f"{tuple(found.shape)}: the config says {shape}"
+    elif found.is_meta:
+        problem = "on the meta device, which holds no numbers: load the weights first"
     elif found.dtype not in PLAIN:
         problem = f"{found.dtype}: expected bfloat16 or float32, as the tokens have"
     elif found.dtype != first.dtype:

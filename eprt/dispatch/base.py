@@ -354,9 +354,15 @@ class Dispatcher(ABC):
         self._lost = LostExperts(world.alive, world.parallel, self.config.num_experts, world.device, scale)
 
     def _rows_of_step(self) -> int | None:
-        """Returns R of the slices that this step's ranks send; None outside of a step."""
+        """Returns R of the slices that this step's ranks send; None outside of a step. Where fewer tokens than a strict
+        capacity were rounded up to a bucket over it, R is that capacity."""
         step, size = self.world.current_step, self.world.parallel.attention_tp_size
-        return None if step is None else step.tokens_per_rank if size == 1 else ceil_div(step.tokens_per_rank, size)
+        if step is None:
+            return None
+        rows = step.tokens_per_rank if size == 1 else ceil_div(step.tokens_per_rank, size)
+        if self.runtime.strict_capacity:
+            rows = min(rows, max(self.capacity.max_tokens_per_rank, ceil_div(max(step.tokens), size)))
+        return rows
 
     def _capturing(self) -> bool:
         return self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

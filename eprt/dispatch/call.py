@@ -22,6 +22,7 @@ from eprt.world import World
 from eprt.world.collectives import Step
 
 KNOB = "RuntimeConfig.max_tokens_per_rank"
+TOKEN_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class CallState:
@@ -237,7 +238,7 @@ def check_hidden(
         )
     if x.shape[-1:] != (width,) or (x.dim() != 2 if flat else x.dim() < 2):
         expected = f"expected [{leading}, {width}] ({meaning})"
-    elif x.dtype not in (torch.bfloat16, torch.float32):
+    elif x.dtype not in TOKEN_DTYPES:
         expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
     elif x.layout != torch.strided:
         expected = "expected a dense tensor; use .to_dense()"
@@ -247,7 +248,9 @@ def check_hidden(
         refused = next(((dtype, taker) for dtype, taker in only if x.dtype != dtype), None)
         if refused is None:
             return
-        expected = f"{refused[1]} takes {refused[0]} tokens; use hidden_states.to({refused[0]})"
+        dtype, taker = refused
+        remedy = f"hidden_states.to({dtype})" if dtype in TOKEN_DTYPES else "layer.to(torch.bfloat16)"
+        expected = f"{taker} takes {dtype} tokens; use {remedy}"
     raise InputError(f"hidden_states is {tuple(x.shape)} {x.dtype} on {x.device}: {expected}")
 
 

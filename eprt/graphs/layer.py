@@ -25,6 +25,7 @@ class LayerGraphs:
         call: (hidden [R, H_model], R) -> [R, H_model]: the layer's eager call, routed by its own router.
         width: H_model.
         capacity: the largest R that one call of the layer may have.
+        dtype: of the tokens that are replayed.
 
     Attributes:
         buckets: powers of two up to LARGEST and the capacity, or the capacity alone.
@@ -40,6 +41,7 @@ class LayerGraphs:
         call: Callable[[torch.Tensor, int], torch.Tensor],
         width: int,
         capacity: int,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         if world.device.type == "cuda" and (reason := refusal(layer)):
             raise ConfigError(f"RuntimeConfig.layer_graphs: {reason}; `eprt explain` lists the pairs that can")
@@ -51,8 +53,8 @@ class LayerGraphs:
         self._padding = Padding(world, largest)
         # Where graphs read their tokens: one for all layers of a width, which run one after the other.
         self._hidden = world.resource(
-            ("layer graphs' tokens", largest, width),
-            lambda: torch.zeros(largest, width, dtype=torch.bfloat16, device=world.device),
+            ("layer graphs' tokens", largest, width, dtype),
+            lambda: torch.zeros(largest, width, dtype=dtype, device=world.device),
         )
         self._width = width
         self._captured: dict[int, Recording] = {}

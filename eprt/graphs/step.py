@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from eprt.dispatch import Dispatcher
 from eprt.errors import ConfigError, EprtError, InputError, UsageError
 from eprt.graphs.recording import GraphedLayer, Padding, PeerWatch, Pool, Recording, refusal
 from eprt.kinds import require_kinds
@@ -58,7 +59,8 @@ class StepGraphs:
             it replays forward on rows without tokens, which costs it the attention.
 
     Raises:
-        ConfigError: no bucket, an input that isn't one row, or a layer that can't be captured, with every reason.
+        ConfigError: no bucket, an input that isn't one row, what is no layer, or a layer that can't be captured, with
+            every reason.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class StepGraphs:
     ) -> None:
         require_kinds(StepGraphs.__init__, locals())
         self._world, self._layers, self._forward, self._idle = world, list(layers), forward, idle
+        _require_layers(self._layers)
         _require_buckets(buckets)
         self.buckets = tuple(sorted(set(buckets)))
         inputs = dict(sorted(inputs.items()))  # ranks may name them in orders of their own
@@ -105,8 +108,7 @@ class StepGraphs:
         self._world.add_buckets(self.buckets)
         pool = Pool.of(self._world.device)
         with torch.no_grad(), self._watch.capturing():
-            for rows in reversed(self.buckets):
-                self._captured[rows] = self._record(rows, pool)
+            self._captured = {rows: self._record(rows, pool) for rows in reversed(self.buckets)}
         self._world.take_call_log()  # the calls of a recording are no step's
 
     def __call__(self, num_tokens: int, **inputs: torch.Tensor) -> Any:
@@ -214,7 +216,7 @@ class StepGraphs:
         would."""
         rows = min(self.buckets[0], tokens_per_rank)
         if num_tokens:
-            return self._forward(**inputs)
+            return self._forward(**{name: x.to(self._world.device, non_blocking=True) for name, x in inputs.items()})
         if self._idle is not None:
             self._idle()
         else:
@@ -273,6 +275,12 @@ def _inside(world: World, rows: int) -> Iterator[None]:
         yield
     finally:
         world.current_step = before
+
+
+def _require_layers(layers: Iterable[object]) -> None:
+    for layer in layers:
+        if not isinstance(getattr(layer, "dispatcher", None), Dispatcher):
+            raise ConfigError(f"layers hold {type(layer).__name__}: expected each ExpertParallelMoE that forward calls")
 
 
 def _require_buckets(buckets: Sequence[int]) -> None:

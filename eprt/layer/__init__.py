@@ -21,10 +21,10 @@ from eprt.experts import Executor, make_executor
 from eprt.graphs import LayerGraphs
 from eprt.kinds import require_kinds
 from eprt.layer.loading import ExpertLoading
-from eprt.layer.parts import check_number, check_parts
+from eprt.layer.parts import check_dtypes, check_number, check_parts, placement_in
 from eprt.layer.rounds import Given, LayerCall, Round, run_engine, run_rounds
 from eprt.layer.slots import ChosenSlots, Slices
-from eprt.layer.warming import compile_kernels
+from eprt.layer.warming import compile_kernels, recorded_dtype
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan, make_plan
 from eprt.routing import Router, route
@@ -95,7 +95,7 @@ class ExpertParallelMoE(nn.Module):
             check_number(layer)
             require_kinds(ExpertParallelMoE.__init__, given)
             check_parts(config, router, shared, latent)
-            self.placement = placement or ExpertPlacement(config.num_experts, world.parallel)
+            self.placement = placement_in(world.parallel, config, placement)
             inside = self.placement.in_slots(config)
             self.plan: Plan = make_plan(config, world.parallel, runtime, Device.of(world.device), self.placement)
             runtime = replace(runtime, max_tokens_per_rank=self.plan.max_tokens_per_rank)
@@ -105,7 +105,6 @@ class ExpertParallelMoE(nn.Module):
         self.dispatcher = make_dispatcher(
             self.plan.dispatcher, world, inside, runtime, *pair, input_scale=scale, settings=self.plan.settings
         )
-        self.executor = self._make_executor(inside, experts, runtime, layer)
         self._loading = ExpertLoading(world, config, self.dispatcher, experts.hidden_order)
         self._slices = Slices(world)
         how = {"one_replica": runtime.phase == "decode", "count_load": runtime.count_load}
@@ -114,11 +113,12 @@ class ExpertParallelMoE(nn.Module):
         dense = None if config.shared is None or shared is None else SharedExpertMLP(config.shared, shared)
         self.shared = None if dense is None else dense.to(world.device)
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
-        self._dtypes = self._accepted_dtypes()
+        self.executor = self._make_executor(inside, experts, runtime, layer)
         self.engines = make_engines(self, [name for name, verdict in self.plan.engines.items() if verdict])
         self.graphs: LayerGraphs | None = None
         if runtime.layer_graphs:
-            self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens)
+            dtype = recorded_dtype(config, router, self._accepted_dtypes())
+            self.graphs = LayerGraphs(world, self, self._by_router, config.input_size, self._most_tokens, dtype)
         self._number, self._used = compiled.register(self), False  # not used: what is made lazily may be missing
 
     def _make_executor(self, inside: MoEConfig, experts: ExpertWeights, runtime: RuntimeConfig, layer: int) -> Executor:
@@ -128,12 +128,13 @@ class ExpertParallelMoE(nn.Module):
         header = Header("build", layer, 1, fingerprint=fingerprint_of(placed), settings=placed)
         what = self.plan.executor, inside, self.dispatcher.shard, experts, world.device, runtime
         with shared_errors(world, header):
+            check_dtypes(self._accepted_dtypes())
             executor = make_executor(*what, self.plan.token_format, world.require_cold)
         exchange(world, header)
         return executor
 
     def _accepted_dtypes(self) -> list[tuple[torch.dtype, str]]:
-        """Returns the only dtypes that parts of the layer take, each with the name of the part."""
+        """Returns the only dtypes that parts of the layer take, each with the name of the part; `.to()` casts parts."""
         parts = {"the shared expert": self.shared, "the latent projection": self.latent}
         return [*((part.dtype, name) for name, part in parts.items() if part is not None), *self.dispatcher.dtypes]
 
@@ -200,8 +201,8 @@ class ExpertParallelMoE(nn.Module):
             self._slices.whole(row, self.world.parallel.attention_tp_size)
         self._slots.warmup()
         self._used = True
-        if self.graphs is not None:
-            self.graphs.capture()
+        if self.graphs is not None and self.router is not None and self.router.token_table is None:
+            self.graphs.capture()  # calls that bring nothing but tokens
 
     def start_compiling(self, earlier: Sequence[ExpertParallelMoE] = ()) -> None:
         """Starts to compile in other processes what `warmup`, which waits for them, needs; not where one of `earlier`
@@ -287,8 +288,8 @@ class ExpertParallelMoE(nn.Module):
             self.dispatcher.refuse(UsageError(self.broken), tokens_per_rank)
         if not self._used:
             self.world.require_cold("the first call of a layer")
-        graphs, router, unseen = self.graphs, self.router, self.observe is _no_observer and self.see is None
-        if graphs is None or routing is not None or router is None or router.token_table is not None or not unseen:
+        graphs, unseen = self.graphs, self.observe is _no_observer and self.see is None
+        if graphs is None or routing is not None or not unseen:
             return None
         return graphs.output_of(hidden_states, self._rounded(tokens_per_rank))
 
@@ -330,7 +331,9 @@ class ExpertParallelMoE(nn.Module):
         width = self.config.input_size
         if not isinstance(x, torch.Tensor):
             raise InputError(f"hidden_states is a {type(x).__name__}: expected a tensor [..., {width}]")
-        check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=self._dtypes)
+        plain = self.shared is None and self.latent is None
+        only = self.dispatcher.dtypes if plain else self._accepted_dtypes()
+        check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=only)
         rows = x if x.dim() == 2 else x.reshape(-1, width)
         if routing is not None or token_ids is not None:
             check_routing(rows.shape[0], routing, token_ids, self.config)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from operator import index
 from typing import TypeVar
 
 import torch
@@ -138,8 +139,10 @@ class ExpertLoading:
 
     def _numbers(self, experts: object) -> list[int]:
         """Returns the experts' numbers. Raises ConfigError."""
-        ids = list(experts) if isinstance(experts, Iterable) else []
-        known = [e for e in ids if isinstance(e, int) and 0 <= e < self._config.num_experts]
+        ids, known = list(experts) if isinstance(experts, Iterable) else [], list[int]()
+        with suppress(TypeError):  # numpy's and torch's integers, too
+            known = [index(e) for e in ids if not isinstance(e, bool)]
+        known = [e for e in known if 0 <= e < self._config.num_experts]
         if not isinstance(experts, Iterable) or len({*known}) != len(ids):
             most = self._config.num_experts - 1
             raise ConfigError(f"experts {ids or experts}: expected different numbers of experts, from 0 to {most}")

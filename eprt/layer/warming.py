@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+
+import torch
 
 from eprt.config import MoEConfig
 from eprt.dispatch import Dispatcher
@@ -32,3 +35,18 @@ def compile_kernels(
         compiled(dispatcher.max_rows(), dispatcher.spec.padded_top_k(config.top_k))
     if wait:
         routing()
+
+
+def recorded_dtype(
+    config: MoEConfig, router: Router | None, accepted: Sequence[tuple[torch.dtype, str]]
+) -> torch.dtype:
+    """Returns the dtype of the tokens that a layer's graphs record: what its parts take, or else its experts'.
+
+    Args:
+        accepted: the only dtype that other parts of the layer than the router take, if any.
+    """
+    if accepted:
+        return accepted[0][0]
+    if router is not None and not router.float32_logits:
+        return router.weight.dtype
+    return torch.float32 if config.weight_format == "f32" else torch.bfloat16

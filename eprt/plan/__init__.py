@@ -202,18 +202,25 @@ class _Ask:
             return dict.fromkeys(engines.ENGINES, refuse("batch_invariant: takes some sizes of batches only"))
         return {spec.name: spec.rule(*asked) for spec in engines.ENGINES.values()}
 
-    def key(self, c: Candidate) -> tuple[int, bool, float, bool, int, int]:
+    def key(self, c: Candidate) -> tuple[bool, int, bool, float, bool, int, int]:
         """Returns a sort key; smallest is best.
 
-        Backends with rows on this generation of GPU come before those without, then count microseconds, then native
-        before adapted, then the order of preference.
+        Dispatchers that carry the tokens of a float32 layer, unless a payload is asked for, come before those that
+        don't. Then backends with rows on this generation of GPU come before those without, then count microseconds,
+        then native before adapted, then the order of preference.
         """
         # A world of one has nothing to carry: the dispatcher that moves nothing wins.
         moves_nothing = self.parallel.world_size == 1 and c.dispatcher == "none"
         dispatcher = -1_000_000 if moves_nothing else -DISPATCHERS[c.dispatcher].preference
         unknown = sum(2 if half is None else not half.here for half in (c.dispatch, c.experts))
         cost = sum(half.us for half in (c.dispatch, c.experts) if half is not None)
-        return unknown, c.us is None and c.adapted, cost, c.adapted, -EXECUTORS[c.executor].preference, dispatcher
+        untimed = unknown, c.us is None and c.adapted
+        return self._casts(c), *untimed, cost, c.adapted, -EXECUTORS[c.executor].preference, dispatcher
+
+    def _casts(self, c: Candidate) -> bool:
+        """Tells whether the dispatcher would ask for bf16 tokens in a model that computes in float32."""
+        asked = self.runtime.payload or ("f32" if self.config.weight_format == "f32" else "bf16")
+        return asked not in DISPATCHERS[c.dispatcher].payloads
 
     def why(self, best: Candidate, possible: list[Candidate]) -> str:
         halves = ((best.dispatcher, best.dispatch), (best.executor, best.experts))
@@ -226,6 +233,8 @@ class _Ask:
             said.append("a world of one moves nothing")
         others = {c.dispatcher: c.dispatch.us for c in possible if c.dispatch and c.dispatcher != best.dispatcher}
         others |= {c.executor: c.experts.us for c in possible if c.experts and c.executor != best.executor}
+        if not self._casts(best) and any(map(self._casts, possible)):
+            said.append("carries float32 tokens")
         if others:
             shown = ", ".join(f"{name} {us:.3g}" for name, us in sorted(others.items(), key=lambda item: item[1]))
             said.append(f"others: {shown} us")

@@ -286,6 +286,11 @@ class Router(nn.Module):
 
     def check(self, config: MoEConfig) -> None:
         """Raises ConfigError unless it chooses among this layer's experts, and as the config says."""
+        for name, tensor in self.named_buffers():
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"router {name} is on the meta device, which holds no numbers: load the weights first"
+                )
         found = (*self.weight.shape, self.top_k)
         expected = (config.num_experts, config.input_size, config.top_k)
         if found != expected:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -189,6 +189,7 @@ class Collectives:
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Sums this rank's n rows of every rank's x[W * n] to out[n]."""
         self.require_open()
+        x = x.contiguous()
         if len(self._ranks) < self.size:
             parts = x.chunk(self.size)
             x = torch.cat([parts[rank] for rank in self._ranks])
@@ -348,6 +349,9 @@ class Collectives:
     def whole(self) -> bool:
         """Returns whether all ranks may still reach a common call: none is lost, or has left."""
         return all(self.alive) and not self.broken and (self._guard is None or not self._guard.somebody_ended)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise UsageError("a World, and what holds one, as layers do, can't be copied or pickled: make it anew")
 
     def _run(self, work: dist.Work | None, ranks: Iterable[int] | None = None) -> None:
         """Waits for payload: on CUDA the stream waits, on CPU the host does."""

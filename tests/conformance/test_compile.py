@@ -34,6 +34,13 @@ def test_a_layer_is_called_although_nothing_reads_its_output(pools) -> None:
     assert pools(1).run(jobs.unused_output) == [1]
 
 
+def test_compiled_calls_are_the_eager_ones(pools) -> None:
+    ((hooked, by_itself, told),) = pools(1).run(jobs.like_eager)
+    assert hooked, "hooks ran in the compiled code and in the operator"
+    assert by_itself, "layer.compile() gave something else"
+    assert told.startswith("InputError: routing is tuple: expected TopK, RouterLogits")
+
+
 def test_compiled_code_names_a_layer_that_is_gone(pools) -> None:
     (said,) = pools(1).run(jobs.refused)
     assert said.startswith("UsageError: compiled code calls layer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,14 @@ from support.jobs import step_graph_jobs as jobs
 from support.jobs.conformance_jobs import PAIRS
 from support.jobs.step_graph_jobs import BUCKETS, LAYERS, SCHEDULE, TOLERANCE
 
-from eprt.config import RuntimeConfig
+from eprt.config import Routing, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 from eprt.graphs import LayerGraphs, StepGraphs
 from eprt.graphs.recording import Pool, Recording, refusal
 from eprt.layer import ExpertParallelMoE
 from eprt.ranks.launcher import WorldFailed, launch
+from eprt.routing import Router
 from eprt.tokens import TopK
 from eprt.world import World
 
@@ -116,9 +118,12 @@ def test_what_step_graphs_refuse(pools) -> None:
         "two rows": "ConfigError: input token is (2,) on cpu: expected one row, [1, ...]",
         "a row that is a list": "ConfigError: inputs['token'] [0]: expected Tensor",
         "one bucket alone": "ConfigError: buckets 4: expected a sequence of int",
+        "a layer that is none": "ConfigError: layers hold ReLU: expected each ExpertParallelMoE that forward calls",
         "buckets differ": "WorldMismatch: the ranks disagree about this call (fingerprint, buckets)",
         "before capture": "UsageError: StepGraphs before capture()",
         "output of other rows": "ConfigError: forward returned (1, 3) for 4 rows: expected tensors [4, ...]",
+        "output of no row in the second bucket": "ConfigError: forward returned () for 2 rows",
+        "after half a capture": "UsageError: StepGraphs before capture()",
         "output of no tensor": "ConfigError: forward returned int for 4 rows",
         "another dtype on rank 1": "InputError: rank 1: input token is (3,) torch.int32: expected (3,) torch.int64",
         "a list on rank 1": "InputError: rank 1: input token is a list: expected a tensor (3,) torch.int64",
@@ -204,6 +209,36 @@ def test_a_capture_after_a_step_in_which_one_rank_replayed_and_another_did_not(p
 
 def test_a_world_closes_before_its_graphs() -> None:
     assert launch(jobs.closes_before_its_graphs, 2, runtime=runtime()) == ["UsageError"] * 2
+
+
+@pytest.mark.parametrize("router", ["none", "hash", "float32"])
+def test_layer_graphs_record_only_calls_that_the_layer_takes(monkeypatch: pytest.MonkeyPatch, router: str) -> None:
+    """None where a call has to bring its routing or token ids; with a router that takes float32, those of float32."""
+    monkeypatch.setattr(Pool, "shared", lambda _: Pool)  # else nothing is called on CPUs
+    monkeypatch.setattr(Recording, "of", lambda call, *_: Recording(call))
+    config, own, given = cases.make_config("f32"), None, None
+    K, E, H = config.top_k, config.num_experts, config.hidden_size
+    if router == "none":
+        given = TopK(torch.zeros(3, K, dtype=torch.int32), torch.ones(3, K))
+    else:
+        table = {"token_table": torch.arange(K)[None]} if router == "hash" else {}
+        config = replace(config, routing=Routing("hash" if table else "softmax_topk"))
+        own = Router(torch.zeros(E, H), config.routing, K, **table)
+    runtime = RuntimeConfig(dispatcher="none", executor="reference", layer_graphs=True)
+    with World.from_env("cpu") as world:
+        layer = ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime, router=own)
+        world.warmup(layer)
+        ids = torch.zeros(3, dtype=torch.int64)
+        assert layer(torch.ones(3, H), given, token_ids=ids, tokens_per_rank=3).isfinite().all()
+        assert bool(layer.graphs._captured) is (router == "float32")
+
+
+def test_a_step_over_the_largest_bucket_has_its_inputs_where_graphs_have_theirs() -> None:
+    with World.from_env("cpu") as world:
+        graphs = StepGraphs(world, [], lambda x: x, {"x": torch.zeros(1, 3)}, buckets=(1,))
+        graphs.capture()
+        world.device = torch.device("meta")
+        assert graphs(2, x=torch.ones(2, 3)).is_meta
 
 
 class OneRank:

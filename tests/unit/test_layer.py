@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -10,9 +12,9 @@ from support.builders import told_alike
 from support.cases import expert_cases as cases
 from support.jobs import layer_jobs as jobs
 
-from eprt.config import RuntimeConfig
+from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import UsageError
+from eprt.errors import CapacityError, ConfigError, UsageError
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.tokens import TopK
@@ -76,6 +78,7 @@ UNBUILDABLE = [
     ("layer", "ConfigError: rank 1: layer 'a': expected the layer's number"),
     ("experts_none", "ConfigError: rank 1: experts is NoneType: expected ExpertWeights"),
     ("order_list", "ConfigError: rank 1: hidden_order: expected each of 16 columns of the hidden states once"),
+    ("order_meta", "ConfigError: rank 1: hidden_order: expected each of 16 columns of the hidden states once"),
     ("matrix_list", "ConfigError: rank 1: down.data is list: Dense weights need a tensor"),
     ("shared_width", "ConfigError: rank 1: shared.down is (24, 7): the config says (24, 8)"),
     ("shared_gate", "ConfigError: rank 1: shared.gate is missing: expected a tensor (8, 24)"),
@@ -84,6 +87,9 @@ UNBUILDABLE = [
     ("shared_half", "ConfigError: rank 1: shared.up is torch.float16: expected bfloat16 or float32"),
     ("shared_dict", "ConfigError: rank 1: shared is dict: expected SharedExpertWeights"),
     ("shared_list", "ConfigError: rank 1: shared.up is list: expected a tensor (8, 24)"),
+    ("shared_meta", "ConfigError: rank 1: shared.up is on the meta device, which holds no numbers: load the weights"),
+    ("router_meta", "ConfigError: rank 1: router weight is on the meta device, which holds no numbers: load the"),
+    ("shared_alone", "ConfigError: rank 1: the shared expert takes torch.bfloat16 tokens, the latent projection takes"),
     ("latent_swapped", "ConfigError: rank 1: latent.into is (24, 16): the config says (16, 24)"),
     ("latent_bias", "ConfigError: rank 1: latent.out_of_bias is (16,): the config says (24,)"),
     ("latent_dict", "ConfigError: rank 1: latent is dict: expected LatentWeights"),
@@ -174,6 +180,20 @@ def test_what_one_rank_does_otherwise_is_the_same_error_on_all(pools, job, says:
 
 
 @pytest.mark.parametrize("dispatcher", ["none", "torch"])
+def test_experts_outputs_may_lie_column_by_column(pools, dispatcher: str) -> None:
+    assert pools(2).run(jobs.output_by_columns, dispatcher=dispatcher) == [True] * 2
+
+
+def test_a_layer_that_was_cast_takes_tokens_of_its_new_dtype_alone(pools) -> None:
+    for rank, (told, error, told_of_half) in enumerate(pools(2).run(jobs.cast_layer)):
+        assert told.endswith("the shared expert takes torch.bfloat16 tokens; use hidden_states.to(torch.bfloat16)"), (
+            rank
+        )
+        assert error < 2e-2, "bf16 instead of float32"
+        assert told_of_half.endswith("the shared expert takes torch.float16 tokens; use layer.to(torch.bfloat16)"), rank
+
+
+@pytest.mark.parametrize("dispatcher", ["none", "torch"])
 def test_tokens_that_require_grad_and_autocast_on_one_rank_change_nothing(pools, dispatcher: str) -> None:
     assert pools(2).run(jobs.grads_and_autocast_on_rank_1, dispatcher=dispatcher) == [(True, True)] * 2
 
@@ -231,6 +251,40 @@ def test_routing_is_warmed_up_for_the_models_experts_not_for_slots(monkeypatch):
         assert layer.dispatcher.config.num_experts == len(slots)
         world.warmup(layer)
     assert told == [config]
+
+
+def test_a_bucket_over_a_strict_capacity_refuses_no_batch_within_it():
+    """Buckets are the World's: graphs of other layers may have larger ones."""
+    config = cases.make_config("f32")
+    hidden, ids = torch.ones(7, config.hidden_size), torch.zeros(7, config.top_k, dtype=torch.int32)
+    with World.from_env("cpu") as world:
+        runtime = RuntimeConfig(executor="reference", max_tokens_per_rank=6, strict_capacity=True)
+        layer = ExpertParallelMoE(config, world, cases.make_weights(config), runtime=runtime)
+        world.add_buckets((8,))
+        with world.step(5):
+            assert layer(hidden[:5], TopK(ids[:5], ids[:5].float())).shape == (5, config.hidden_size)
+        with world.step(7), pytest.raises(CapacityError, match="tokens_per_rank is 7 tokens, over the capacity of 6"):
+            layer(hidden, TopK(ids, ids.float()))
+
+
+def test_a_placement_in_another_world_is_named():
+    config = cases.make_config("f32")
+    with World.from_env("cpu") as world:
+        placement = ExpertPlacement(config.num_experts, ParallelConfig(2))
+        with pytest.raises(ConfigError, match=r"sizes \(2, 1\), the world has \(1, 1\): make it with world.parallel"):
+            ExpertParallelMoE(config, world, cases.make_weights(config), placement=placement)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_layer_cannot_be_copied(copied) -> None:
+    """In a world of one, compiled code of a copy called the original."""
+    config = cases.make_config("f32")
+    with World.from_env("cpu") as world:
+        layer = ExpertParallelMoE(
+            config, world, cases.make_weights(config), runtime=RuntimeConfig(executor="reference")
+        )
+        with pytest.raises(UsageError, match="a World, and what holds one, as layers do, can't be copied or pickled"):
+            copied(layer)
 
 
 def test_a_layer_that_missed_the_warm_up_is_refused_and_works_after_one():

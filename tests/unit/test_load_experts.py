@@ -256,6 +256,7 @@ def test_columns_in_another_order_stay_in_it(pools) -> None:
         ("without", "1 experts and no weights"),
         ("kind", "load_experts got dict: expected ExpertWeights"),
         ("number", "experts 1: expected different numbers of experts, from 0 to 7"),
+        ("mask", "experts [True]: expected different numbers of experts, from 0 to 7"),
         ("size", "gate_up.data is"),
         ("order", "hidden_order isn't that of the first weights"),
         ("list", "hidden_order: expected each of 16 columns"),

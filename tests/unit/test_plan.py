@@ -209,6 +209,14 @@ def test_what_one_half_of_a_pair_lacks_does_not_hide_what_the_other_was_measured
     assert plan_for(GPT_OSS, "sm90", "prefill", executor="humming").dispatcher == measured.dispatcher
 
 
+def test_a_float32_models_tokens_travel_as_they_are_unless_told_otherwise() -> None:
+    config = replace(config_of(QWEN3), weight_format="f32")
+    for payload, dispatchers in ((None, {"none", "torch"}), ("bf16", {"symm"})):
+        plan = make_plan(config, ParallelConfig(4), RuntimeConfig(payload=payload), Device.parse("sm90"))
+        assert plan.dispatcher in dispatchers
+        assert ("carries float32 tokens" in plan.reason) is (payload is None)
+
+
 def test_packed_tokens_need_a_gpu_that_converts_them() -> None:
     for payload in ("fp8_block", "nvfp4"):
         with pytest.raises(UnsupportedError, match=f"payload {payload}: packing it needs sm89, not sm80"):

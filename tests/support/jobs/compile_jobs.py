@@ -71,6 +71,23 @@ def unused_output(context: RankContext) -> int:
     return calls
 
 
+def like_eager(context: RankContext) -> tuple[bool, bool, str]:
+    """Whether a compiled call runs the layer's hooks as often as an eager one, and whether one by `layer.compile()`
+    gives the same; what is said to a routing of another kind, which the operator has no room for."""
+    layer = make_layer(context)
+    layer.register_forward_hook(lambda *call: call[-1] * 2)
+    x = torch.randn(3, layer.config.input_size)
+    expected = layer(x)
+    torch._dynamo.reset()
+    whole = torch.compile(lambda x, routing=None: layer(x, routing), backend="aot_eager")
+    same = torch.equal(whole(x), expected)
+    told = said(lambda: whole(x, (x, x)))
+    layer.compile(backend="aot_eager")
+    found = same, torch.equal(layer(x), expected), told
+    layer.close()
+    return found
+
+
 def refused(context: RankContext) -> str:
     """What compiled code says whose layer is gone."""
     del context

@@ -60,7 +60,7 @@ def make_layer(
         spoiled(weights, spoil),
         layer="a" if spoil == "layer" else 0,
         runtime=RuntimeConfig(**{"dispatcher": dispatcher, "executor": executor, "max_tokens_per_rank": 32, **size}),
-        router=Router(draw(E + (spoil == "router"), width), choice, K) if router else None,
+        router=Router(spoiled(draw(E + (spoil == "router"), width), spoil), choice, K) if router else None,
         shared=spoiled(SharedExpertWeights(draw(I, width), draw(width, I), draw(I, width)), spoil) if shared else None,
         latent=spoiled(LatentWeights(draw(H, WIDE), draw(WIDE, H)), spoil) if latent else None,
     )
@@ -75,6 +75,7 @@ def spoiled(weights, spoil):
 SPOILED = {
     "experts_none": (ExpertWeights, lambda w: None),
     "order_list": (ExpertWeights, lambda w: replace(w, hidden_order=list(range(H)))),
+    "order_meta": (ExpertWeights, lambda w: replace(w, hidden_order=torch.arange(H, device="meta"))),
     "matrix_list": (ExpertWeights, lambda w: replace(w, down=Dense(w.down.data.tolist()))),
     "shared_width": (SharedExpertWeights, lambda w: replace(w, down=w.down[:, 1:])),
     "shared_gate": (SharedExpertWeights, lambda w: replace(w, gate=None)),
@@ -83,6 +84,12 @@ SPOILED = {
     "shared_half": (SharedExpertWeights, lambda w: SharedExpertWeights(w.up.half(), w.down.half(), w.gate.half())),
     "shared_dict": (SharedExpertWeights, lambda w: vars(w)),
     "shared_list": (SharedExpertWeights, lambda w: replace(w, up=w.up.tolist())),
+    "shared_meta": (SharedExpertWeights, lambda w: replace(w, up=w.up.to("meta"))),
+    "shared_alone": (
+        SharedExpertWeights,
+        lambda w: SharedExpertWeights(*(x.bfloat16() for x in (w.up, w.down, w.gate))),
+    ),
+    "router_meta": (torch.Tensor, lambda w: w.to("meta")),
     "latent_swapped": (LatentWeights, lambda w: LatentWeights(w.out_of, w.into)),
     "latent_bias": (LatentWeights, lambda w: replace(w, out_of_bias=w.out_of[0])),
     "latent_dict": (LatentWeights, lambda w: vars(w)),
@@ -186,6 +193,28 @@ def bad_expert_output(context, dispatcher, change):
     told = said(lambda: moe(x))
     moe.executor = honest
     return told, torch.equal(before, moe(x))
+
+
+def output_by_columns(context, dispatcher):
+    """Whether combine gives the same for outputs whose columns are contiguous, as `(w @ x.T).T` leaves them."""
+    moe = make_layer(context, dispatcher=dispatcher)
+    x, honest = tokens_of(context.rank, 4), moe.executor
+    expected = moe(x)
+    moe.executor = lambda tokens, out=None: honest(tokens).T.contiguous().T
+    return torch.equal(moe(x), expected)
+
+
+def cast_layer(context):
+    """(what float32 tokens are told by a layer that is bf16 now, the error of bf16 ones, what those are told by one in
+    float16)"""
+    moe = make_layer(context, shared=True, latent=True, router=False)
+    x = tokens_of(context.rank, 4, WIDE)
+    expected = moe(x, good_routing(4))
+    moe.to(torch.bfloat16)
+    told = said(lambda: moe(x, good_routing(4)))
+    error = float((moe(x.bfloat16(), good_routing(4)) - expected).abs().max())
+    moe.half()
+    return told, error, said(lambda: moe(x.bfloat16(), good_routing(4)))
 
 
 OUTPUTS = {"a row too few": lambda y: y[:-1], "another width": lambda y: y[:, 1:], "whole numbers": lambda y: y.int()}

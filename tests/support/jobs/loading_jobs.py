@@ -86,7 +86,7 @@ def half_loaded(context):
     refused = [call()]
     with world.step(3):
         refused.append(said(lambda: right(layer, world, 1, 5)).partition(" before the next call")[0])
-    layer.load_experts(single(5, [1, 2]), [1, 2])
+    layer.load_experts(single(5, [1, 2]), torch.tensor([1, 2]))
     refused.append(call())
     layer.load_experts(single(5, range(E)), range(E))  # all of them, by their numbers
     works = [answers(layer, world, 5)]
@@ -114,6 +114,7 @@ def refused(context, wrong):
         "without": (None, [1]),
         "kind": ({"gate_up": 1}, [1]),
         "number": (single(5, [1]), 1),
+        "mask": (single(5, [1]), [True]),
         "size": (single(5, [1]), None),
         "order": (replace(single(5, [1]), hidden_order=torch.arange(H)), [1]),
         "list": (replace(mine[0], hidden_order=list(range(H))), None),

@@ -245,9 +245,13 @@ def refusals(context: RankContext) -> dict[str, str]:
     check("two rows", lambda: made(rows={"token": torch.zeros(2)}))
     check("a row that is a list", lambda: made(rows={"token": [0]}))
     check("one bucket alone", lambda: made(buckets=4))
+    check("a layer that is none", lambda: StepGraphs(world, [torch.nn.ReLU()], case.decoder, row))
     check("buckets differ", lambda: made(buckets=(2, 4 + context.rank)).capture())
     check("before capture", lambda: made()(0))
     check("output of other rows", lambda: made(lambda **_: torch.zeros(1, 3)).capture())
+    halfway = made(lambda token, position: token if len(token) > 2 else token[0])
+    check("output of no row in the second bucket", halfway.capture)
+    check("after half a capture", lambda: halfway(3, **fed))
     check("output of no tensor", lambda: made(lambda **_: {"x": 3}).capture())
     wrong = {**fed, "token": fed["token"].int()} if context.rank == 1 else fed
     check("another dtype on rank 1", lambda: graphs(3, **wrong))
