@@ -107,7 +107,7 @@ class ChosenSlots:
 
         Args:
             num_tokens: of the attention-TP group together.
-            check_values: read the ids, to find those outside [0, E].
+            check_values: read the ids, to find those outside [0, E]; not while a CUDA graph is captured.
 
         Raises:
             InputError: a routing that can't be this layer's, or padding of another batch.
@@ -133,7 +133,8 @@ class ChosenSlots:
             raise InputError(
                 f"topk_ids is on {chosen.ids.device}: the world runs on {self._world.device}; move it there"
             )
-        if check_values or self._world.device.type == "cpu":
+        on_cpu = self._world.device.type == "cpu"
+        if on_cpu or (check_values and not torch.cuda.is_current_stream_capturing()):
             chosen.check_ids(self._config.num_experts)
         if self._load is not None:
             self._load.add(chosen.ids)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import CapacityError, ConfigError, UsageError
 from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement
+from eprt.layer.slots import ChosenSlots, Slices
+from eprt.placement import ExpertLoad, ExpertPlacement
 from eprt.tokens import TopK
 from eprt.world import World
 
@@ -265,6 +269,20 @@ def test_a_bucket_over_a_strict_capacity_refuses_no_batch_within_it():
             assert layer(hidden[:5], TopK(ids[:5], ids[:5].float())).shape == (5, config.hidden_size)
         with world.step(7), pytest.raises(CapacityError, match="tokens_per_rank is 7 tokens, over the capacity of 6"):
             layer(hidden, TopK(ids, ids.float()))
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_ids_are_not_read_while_a_graph_is_captured(capturing, monkeypatch):
+    """On a device whose numbers can't be read."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(ExpertLoad, "add", lambda *_: None)
+    world: Any = SimpleNamespace(device=torch.device("meta"), rank=0, padding=None, parallel=ParallelConfig())
+    config = cases.make_config()
+    how = {"one_replica": False, "count_load": True}
+    slots = ChosenSlots(config, world, Slices(world), ExpertPlacement(4, ParallelConfig()), **how)
+    chosen = TopK(torch.zeros(4, 2, dtype=torch.int32, device="meta"), torch.zeros(4, 2, device="meta"))
+    with nullcontext() if capturing else pytest.raises(RuntimeError, match="meta tensors"):
+        assert slots.of(chosen, 4, check_values=True) is chosen
 
 
 def test_a_placement_in_another_world_is_named():
