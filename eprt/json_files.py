@@ -9,7 +9,7 @@ import re
 import reprlib
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from eprt.errors import CheckpointError, ConfigError
 
@@ -62,8 +62,8 @@ def parse(
     try:
         _require_few(raw)
         _require_shallow(raw)
-        constant = _constant if all_finite else float
-        return json.loads(raw, object_pairs_hook=_unique, parse_int=_integer, parse_constant=constant)
+        real = _finite if all_finite else float
+        return json.loads(raw, object_pairs_hook=_unique, parse_int=_integer, parse_float=real, parse_constant=real)
     except _RefusedError as error:
         raise kind(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -128,5 +128,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _constant(name: str) -> NoReturn:
-    raise _RefusedError(f"{name} is not JSON: expected a finite number")
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise _RefusedError(f"{text[:MAX_DIGITS]}: expected a finite number")
+    return value
