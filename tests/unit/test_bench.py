@@ -299,6 +299,8 @@ def test_the_commit_is_never_that_of_a_project_around_the_package(tmp_path, monk
         ("dispatch --model gpt-oss-120b", "are of worlds that are simulated: add --simulate"),
         ("dispatch --simulate", "--payload are of what is measured: --simulate takes --ranks"),
         ("layer --shapes", "--shapes: expected at least one name"),
+        ("layer --executor pigeon", "executor 'pigeon' doesn't exist; choose from"),
+        ("step --dispatcher pigeon", "dispatcher 'pigeon' doesn't exist; choose from"),
         ("step --layers 0", ""),
         ("step --tokens 0", ""),
     ],
