@@ -22,7 +22,9 @@ from safetensors import SafetensorError, safe_open
 from eprt.errors import CheckpointError
 from eprt.json_files import parse_object, shown
 
-MAX_HEADER_BYTES = 32 << 20  # of some 100,000 tensors; the format allows 100 MB
+# transformers 5 writes up to 50 GB a file: all of a Qwen3-Next in 4 bits, whose 512 experts have 300,000 tensors.
+MAX_HEADER_BYTES = 100_000_000  # the format's own
+MAX_HEADER_VALUES = 4_000_000  # some 500,000 tensors: 6 s and 600 MB
 _INCOMPLETE = "not a complete safetensors file"
 _PIECE_BYTES = 1 << 20
 _SPAN_BYTES = 8 << 20  # rows of which a part is wanted are read together up to this size, and cut in memory
@@ -137,7 +139,7 @@ class Shard:
             raise CheckpointError(f"{self.path}: {_INCOMPLETE}: a header of {length} bytes in a file of {size}")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(f"{self.path}: a header of {length} bytes: expected at most {MAX_HEADER_BYTES}")
-        fields = parse_object(self._bytes_at(8, length), f"{self.path}: header")
+        fields = parse_object(self._bytes_at(8, length), f"{self.path}: header", MAX_HEADER_VALUES)
         try:
             with safe_open(str(path), framework="pt", device="cpu"):
                 pass
