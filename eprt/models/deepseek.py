@@ -20,6 +20,7 @@ class DeepseekV3(FieldFamily):
     float32_router = True
     num_experts = ("n_routed_experts", "num_local_experts")
     num_shared = "n_shared_experts"
+    renormalize: ClassVar[bool] = True  # where the config doesn't say
     settings: ClassVar[dict[str, object]] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
     def moe_layers(self, hf: dict[str, Any]) -> list[int]:
@@ -29,7 +30,7 @@ class DeepseekV3(FieldFamily):
     def routing(self, hf: dict[str, Any], layer: int) -> Routing:
         return Routing(
             "grouped_sigmoid",
-            renormalize=boolean(hf, "norm_topk_prob", True),
+            renormalize=boolean(hf, "norm_topk_prob", self.renormalize),
             num_groups=integer(hf, "n_group"),
             topk_groups=integer(hf, "topk_group"),
             scaling_factor=real(hf, "routed_scaling_factor"),
@@ -50,6 +51,7 @@ class DeepseekV32(DeepseekV3):
 class Dots1(DeepseekV3):
     """rednote-hilab/dots.llm1, whose config.json calls the choice of experts its scoring function."""
 
+    renormalize = False
     settings: ClassVar[dict[str, object]] = {"hidden_act": "silu"}
 
 

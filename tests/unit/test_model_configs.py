@@ -222,6 +222,13 @@ class TestConfigs:
         assert "Infinity" in (folder / CONFIG).read_text()
         assert load_layer(folder, layer).config == load_layer(folders["original"], layer).config
 
+    @pytest.mark.parametrize("case", ["deepseek_v3", "dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"])
+    def test_weights_are_renormalised_by_default_where_transformers_does(self, case):
+        config, layer = hf(case)
+        del config["norm_topk_prob"]
+        expected = pytest.importorskip("transformers").AutoConfig.for_model(case).norm_topk_prob
+        assert family_for(config).moe_config(config, layer).routing.renormalize is expected
+
     def test_kimi_k2_is_deepseek_v3(self):
         config, layer = hf("deepseek_v3")
         found = family_for(config | {"model_type": "kimi_k2"})
