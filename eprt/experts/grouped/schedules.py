@@ -133,9 +133,9 @@ FP8_128 = Schedule(128, FP8_WS, FP8_WS, tail=32)
 DOWN_32 = replace(MXFP4_32, fallback=Tile(128, 128, 4, 4, 3, True, tma=True))
 DOWN_128 = replace(MXFP4_128, fallback=Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True))
 # (largest rows per expert under even routing, schedule): the fastest of 20 to 40 candidates on an H200, for
-# Qwen3-30B-A3B's sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py. Limits lie where the
-# next schedule is 3 to 12% faster under skewed routing (Zipf's 0.6: of 128 experts the hottest gets 8 times the mean),
-# though under even routing it is 1 to 3% slower.
+# Qwen3-30B-A3B's sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py. Some limits are
+# lower than that: the next schedule is 3 to 12% faster there under skewed routing (Zipf's 0.6: of 128 experts the
+# hottest gets 8 times the mean), 1 to 3% slower under even routing.
 HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "bf16": (
         (12, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(64, 128, 3, 4, 3, True, flatten=True, tma=True))),
