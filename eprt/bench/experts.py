@@ -263,15 +263,15 @@ def experts_report(
         known = ", ".join([*others, "none"]) if found else f"none; {MISSING}"
         raise ConfigError(f"--libraries {unknown[0]!r}: expected {known}")
     choose_cases(shapes, executors, runtime, Device("cpu"))  # names that nobody knows are refused on any machine
-    sizes = {shape: (SHAPES[shape].config.num_experts, SHAPES[shape].config.top_k) for shape in shapes}
-    routed = {shape: None if routing == "uniform" else read_routing(routing, *sizes[shape])[0] for shape in shapes}
+    configs = {shape: SHAPES[shape].config for shape in shapes if routing != "uniform"}
+    routed = {shape: read_routing(routing, each.num_experts, each.top_k)[0] for shape, each in configs.items()}
     device = cuda_device("experts")
     cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
     ceilings = Ceilings.measure(device)
     report = Report("experts", [], ceilings.as_dict(), left_out if found else [*left_out, MISSING])
     named = [name for name in libraries or others if name != "none"]
     for shape in shapes:
-        samples = [sampled_tokens(SHAPES[shape].config, count, device, routed[shape]) for count in tokens]
+        samples = [sampled_tokens(SHAPES[shape].config, count, device, routed.get(shape)) for count in tokens]
         jobs = [partial(_bench_executor, case, runtime) for case in cases if case.shape == shape]
         others = [ExpertCase(name, shape, SHAPES[shape].config) for name in named]
         jobs += [partial(_bench_baseline, case, bool(libraries)) for case in others]

@@ -170,7 +170,7 @@ class Explain(_TensorParallel, _Plugins, _Json):
             _require_share(W, hosts, f"--hosts {hosts}", "the same number of ranks on every host")
             per_host = W // hosts
         else:
-            by_default = " (the default)" * (per_host is None)
+            by_default = " (the default)" if per_host is None else ""
             if per_host is None:
                 per_host = W if self.device == "cpu" else GPUS_PER_HOST
             per_host = min(per_host, W)

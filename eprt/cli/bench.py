@@ -11,9 +11,8 @@ from eprt.cli.arguments import Bench, BenchExchange, BenchExperts, BenchRouter, 
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import RuntimeConfig
-from eprt.dispatch import dispatcher_spec
 from eprt.errors import ConfigError
-from eprt.experts import executor_spec
+from eprt.plan import backends_of
 
 MOST_TOKENS = 1 << 20  # far above any batch, and of a size that a host can hold
 
@@ -96,7 +95,7 @@ def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
 
     require_tokens(arguments.tokens, 1)
     require_names("--models", arguments.models)
-    require_pair(arguments.dispatcher, arguments.executor)
+    backends_of(RuntimeConfig(arguments.dispatcher, arguments.executor))
     if arguments.layers < 1 or arguments.rounds < 1:
         raise ConfigError(f"--layers {arguments.layers} --rounds {arguments.rounds}: must be at least 1")
     cases = [
@@ -163,13 +162,6 @@ def require_names(option: str, names: Sequence[str]) -> None:
     """Raises ConfigError where a list of what to measure is empty."""
     if not names:
         raise ConfigError(f"{option}: expected at least one name; leave the flag out for its default")
-
-
-def require_pair(dispatcher: str, executor: str) -> None:
-    """Raises ConfigError for a name that nothing has."""
-    for name, spec_of in ((dispatcher, dispatcher_spec), (executor, executor_spec)):
-        if name != "auto":
-            spec_of(name)
 
 
 def require_peers(workers: Ranks, what: str, why: str) -> None:

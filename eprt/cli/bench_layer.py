@@ -9,13 +9,14 @@ from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_rows
 from eprt.bench.report import Report
 from eprt.bench.routings import read_routing
 from eprt.cli.arguments import BenchLayer
-from eprt.cli.bench import finish, groups, measured, require_names, require_pair, require_peers, require_tokens
+from eprt.cli.bench import finish, groups, measured, require_names, require_peers, require_tokens
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
-from eprt.config import ParallelConfig
+from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.layer import PHASES
 from eprt.placement.file import PlacementFile
+from eprt.plan import backends_of
 
 _PHASES = " | ".join(f"{phase} = {phase}_p50_us/{phase}_p99_us:.1f" for phase in PHASES)
 PHASE_TIMES = columns(f"tokens | rows per expert = rows_per_expert | pair | {_PHASES}")
@@ -34,7 +35,7 @@ PLACED = columns(
 def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
     """Measures layers. Returns 1 if a placement changed a layer's sums, else 0."""
     require_names("--shapes", arguments.shapes)
-    require_pair(arguments.dispatcher, arguments.executor)
+    backends_of(RuntimeConfig(arguments.dispatcher, arguments.executor))
     if arguments.routing is not None or arguments.replicas is not None or arguments.placement is not None:
         return _bench_placed(arguments, terminal)
     require_tokens(arguments.tokens, 0)

@@ -23,7 +23,6 @@ from eprt.experts.base import Executor
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.ranks.process import RankContext
-from eprt.rounding import round_up
 from eprt.support import Device
 from eprt.tokens import ExpertMajorTokens, FlatTokens
 from eprt.weights import ExpertWeights
@@ -273,8 +272,8 @@ def _key(check: Check) -> Check:
 
 def _dispatcher(context: RankContext, check: Check, world: World) -> Dispatcher:
     """Returns a dispatcher of the check's experts, or of a few more, as they have to divide over the ranks."""
-    even = replace(check.moe, num_experts=round_up(check.moe.num_experts, world.parallel.ep_size))
-    return context.once(_key(check), lambda: make_dispatcher(check.dispatcher, world, even, check.runtime))
+    inside = ExpertPlacement(check.moe.num_experts, world.parallel).in_slots(check.moe)
+    return context.once(_key(check), lambda: make_dispatcher(check.dispatcher, world, inside, check.runtime))
 
 
 def _layer(context: RankContext, check: Check, world: World, full: ExpertWeights) -> ExpertParallelMoE:

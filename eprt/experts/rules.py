@@ -56,7 +56,7 @@ def trtllm_gen(config: MoEConfig, device: Device, payload: PayloadFormat) -> str
 
 
 def trtllm_logits(config: MoEConfig) -> bool:
-    """Whether the logits kernels have the layer's routing, within the limits of DeepSeek's: `check_routing` of the same
+    """Says whether the logits kernels have the layer's routing, within DeepSeek's limits: `check_routing` of the same
     launcher and trtllm_fused_moe_routing_deepseek.cu."""
     routing, E, K = config.routing, config.num_experts, config.top_k
     method = TRTLLM_LOGITS.get((routing.method, routing.renormalize))

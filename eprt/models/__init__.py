@@ -166,6 +166,7 @@ def _read_layer(
     source: Checkpoint, family: ModelFamily, layer: int, config: MoEConfig, placement: ExpertPlacement, rank: int
 ) -> LayerParts:
     shard, router = placement.shard(rank), family.load_router(source, layer, config)
+    names = _names(source, family.block(source, layer))
     router_bytes = router.weight.contiguous().view(torch.uint8).numpy().tobytes()
     parts = LayerParts(
         layer=layer,
@@ -177,9 +178,9 @@ def _read_layer(
         shared=family.load_shared(source, layer, config),
         latent=family.load_latent(source, layer, config),
         module_path=family.module_path(layer),
-        fingerprint=hash63(str(source.fingerprint).encode(), router_bytes, _samples(source, family, layer)),
+        fingerprint=hash63(str(source.fingerprint).encode(), router_bytes, _samples(source, names)),
     )
-    _refuse_unread(source, family.block(source, layer), config.num_experts)
+    _refuse_unread(source, names, config.num_experts)
     return parts
 
 
@@ -193,22 +194,21 @@ def _moe_config(source: Checkpoint, family: ModelFamily, layer: int) -> MoEConfi
         raise ConfigError(f"{where(source.config)}: {error}") from error
 
 
-def _samples(source: Checkpoint, family: ModelFamily, layer: int) -> bytes:
-    """Reads the first bytes of one tensor per kind in the block, the same ones on every rank."""
+def _samples(source: Checkpoint, names: list[str]) -> bytes:
+    """Reads the first bytes of one tensor per kind among a block's `names`, the same ones on every rank."""
     first: dict[str, str] = {}
-    for name in _names(source, family.block(source, layer)):
+    for name in names:
         first.setdefault(_kind(name), name)
     return b"".join(source.sample(name) for name in first.values())
 
 
-def _refuse_unread(source: Checkpoint, block: str, num_experts: int) -> None:
+def _refuse_unread(source: Checkpoint, names: list[str], num_experts: int) -> None:
     """Raises CheckpointError for a tensor of the block that no rank reads.
 
     A part that config.json doesn't mention, such as a shared expert, would silently be left out of the sum. Another
     rank's experts count as read if this rank reads tensors of that kind.
     """
     experts = {str(expert) for expert in range(num_experts)}
-    names = _names(source, block)
     kinds = {_kind(name) for name in names if name in source.touched}
     for name in names:
         if name not in source.touched and not (_kind(name) in kinds and ["", *_EXPERT.findall(name)][-1] in experts):

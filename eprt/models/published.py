@@ -32,7 +32,7 @@ def model_config(model: str | Path) -> dict[str, Any]:
         ConfigError: neither a path nor a name of the table; the message lists them.
     """
     path, known = Path(model), {name.lower(): config for name, config in MODELS.items()}
-    if len(path.parts) > 2 or path.is_absolute() or os.path.exists(path):
+    if len(path.parts) > 2 or path.is_absolute() or os.path.exists(path):  # Path.exists() may raise
         return read_config(path)
     if found := known.get(path.name.lower()):
         return found

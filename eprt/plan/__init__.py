@@ -7,7 +7,7 @@ model fitted to the rows (`eprt.plan.model`), else the order of preference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from eprt import engines
@@ -97,8 +97,7 @@ def make_plan(
     placement.shard(0).slice_intermediate(config.intermediate_size)
     require_single(placement, runtime)
     ask = _Ask(config, parallel, runtime, device, placement.num_local_experts)
-    dispatchers = DISPATCHERS.values() if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)]
-    executors = EXECUTORS.values() if runtime.executor == "auto" else [executor_spec(runtime.executor)]
+    dispatchers, executors = backends_of(runtime)
     candidates = tuple(candidate for d in dispatchers for e in executors for candidate in ask.pair(d, e))
     possible = [c for c in candidates if c.support]
     if not possible:
@@ -117,6 +116,14 @@ def make_plan(
         chosen=best,
         settings={"rows of eprt tune": own_fingerprint()} if "auto" in (runtime.dispatcher, runtime.executor) else {},
         engines=ask.engines(best.executor, sees_ids=runtime.count_load or not placement.is_identity),
+    )
+
+
+def backends_of(runtime: RuntimeConfig) -> tuple[Collection[DispatcherSpec], Collection[ExecutorSpec]]:
+    """Returns those that may be chosen: all, or the named one. Raises ConfigError for a name that nothing has."""
+    return (
+        DISPATCHERS.values() if runtime.dispatcher == "auto" else [dispatcher_spec(runtime.dispatcher)],
+        EXECUTORS.values() if runtime.executor == "auto" else [executor_spec(runtime.executor)],
     )
 
 
