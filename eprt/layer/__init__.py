@@ -113,6 +113,8 @@ class ExpertParallelMoE(nn.Module):
         dense = None if config.shared is None or shared is None else SharedExpertMLP(config.shared, shared)
         self.shared = None if dense is None else dense.to(world.device)
         self.latent = None if latent is None else LatentProjection(latent).to(world.device)
+        parts = (self.shared, "the shared expert"), (self.latent, "the latent projection")
+        self._typed = [(part, name) for part, name in parts if part is not None]
         self.executor = self._make_executor(inside, experts, runtime, layer)
         self.engines = make_engines(self, [name for name, verdict in self.plan.engines.items() if verdict])
         self.graphs: LayerGraphs | None = None
@@ -135,8 +137,7 @@ class ExpertParallelMoE(nn.Module):
 
     def _accepted_dtypes(self) -> list[tuple[torch.dtype, str]]:
         """Returns the only dtypes that parts of the layer take, each with the name of the part; `.to()` casts parts."""
-        parts = {"the shared expert": self.shared, "the latent projection": self.latent}
-        return [*((part.dtype, name) for name, part in parts.items() if part is not None), *self.dispatcher.dtypes]
+        return [*[(part.dtype, name) for part, name in self._typed], *self.dispatcher.dtypes]
 
     def forward(
         self,
@@ -331,8 +332,7 @@ class ExpertParallelMoE(nn.Module):
         width = self.config.input_size
         if not isinstance(x, torch.Tensor):
             raise InputError(f"hidden_states is a {type(x).__name__}: expected a tensor [..., {width}]")
-        plain = self.shared is None and self.latent is None
-        only = self.dispatcher.dtypes if plain else self._accepted_dtypes()
+        only = self._accepted_dtypes() if self._typed else self.dispatcher.dtypes
         check_hidden(x, width, self.world.device, meaning="the model's hidden", flat=False, only=only)
         rows = x if x.dim() == 2 else x.reshape(-1, width)
         if routing is not None or token_ids is not None:
