@@ -1,242 +1,162 @@
-"""Time candidate tiles of both grouped GEMMs: the source of `HOPPER` in eprt/experts/grouped/schedules.py.
+"""Compare schedules of the grouped GEMM under even and skewed routing: the source of `HOPPER` in
+eprt/experts/grouped/schedules.py.
 
-    python benchmarks/tune_grouped.py result.json [shape ...]
+    python benchmarks/tune_grouped.py FILE [SHAPE[:fp8] ...] [--rows 8 24 64 ...] [--tiles]
 
-For each shape of `eprt bench experts` (all with weights that the kernel multiplies, unless some are named;
-`gpt-oss-120b:fp8` has FP8 activations) and each number of tokens, times CUDA-graph replays of either GEMM alone, over
-the candidates below whose height suits the rows an expert gets. Writes every time, and prints the fastest pair beside
-what the table would take and beside the floors.
-What a candidate computes is compared with what the first one did. A candidate that doesn't compile or doesn't fit has
-no time. Some three minutes a shape, most of them compiling.
+For each shape of `eprt bench experts` (`:fp8` lets tokens be FP8) and each number of rows that an expert gets under
+even routing, times whole experts by CUDA-graph replays, three draws of tokens in turn, under each of ROUTINGS: the
+table's schedules of nearby heights and the same with other tails. With `--tiles` also those whose first or second tile
+differs in one attribute. FILE has every time; printed is how much longer than the quickest each candidate takes, as
+geometric mean of the routings, beside the one that the table takes. A candidate that doesn't compile, doesn't fit, or
+computes something else than the table's has no time. One or two seconds a number of rows, beside compiling.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import math
+import shlex
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from one_rank import executor_of
 
 from eprt.bench.experts import SHAPES, Ceilings
-from eprt.bench.routings import sample_ids
+from eprt.bench.report import Report
+from eprt.bench.routings import read_routing, sampled_tokens
 from eprt.experts.grouped import TritonGroupedExecutor
-from eprt.experts.grouped.launch import Gemm, Rows, quantize_rows
-from eprt.experts.grouped.schedules import FP8_PAIRS, Schedule, Tile, choose
-from eprt.experts.sort_by_expert_triton import RowTiles, TileSchedule, sort_and_schedule
-from eprt.rounding import round_up
+from eprt.experts.grouped.schedules import ANY, HOPPER, Pair, Schedule, Tile, choose
 from eprt.timing import device_microseconds
-from eprt.tokens import Payload
+from eprt.tokens import FlatTokens
 
-TOKENS = (8, 32, 128, 512, 2048, 8192)
-# Rows of a tile: (n, k, stages, warps, programs on a multiprocessor[, halvings]), all weights x tokens.
-MXFP4: dict[int, tuple[tuple[int, ...], ...]] = {
-    16: (
-        (64, 128, 4, 4, 5), (64, 128, 4, 4, 6), (64, 256, 3, 4, 4), (64, 256, 4, 4, 3), (128, 128, 3, 4, 4),
-        (128, 128, 4, 4, 4), (128, 64, 5, 4, 5), (128, 64, 6, 4, 4), (128, 256, 2, 4, 3), (128, 256, 3, 4, 2),
-    ),
-    32: (
-        (64, 128, 4, 4, 4), (64, 256, 3, 4, 3), (128, 128, 3, 4, 3), (128, 128, 4, 4, 3), (128, 64, 4, 4, 4),
-        (128, 64, 5, 4, 4), (128, 64, 6, 4, 4), (128, 64, 5, 4, 4, 1),
-    ),
-    64: (
-        (128, 64, 4, 4, 3), (128, 64, 3, 4, 3, 1), (128, 64, 4, 4, 3, 1), (128, 64, 5, 4, 3, 1), (128, 64, 4, 4, 3, 2),
-        (64, 64, 4, 4, 5, 1), (64, 64, 5, 4, 4, 1), (64, 128, 4, 4, 3, 1), (128, 128, 3, 4, 2, 1),
-    ),
-    128: (
-        (128, 64, 3, 4, 2), (128, 64, 4, 4, 2), (128, 64, 5, 4, 2), (128, 64, 3, 4, 2, 1), (128, 64, 3, 4, 2, 2),
-        (128, 64, 4, 4, 2, 2), (64, 64, 4, 4, 3), (64, 64, 4, 4, 4, 1), (64, 64, 5, 4, 3, 1), (64, 128, 3, 4, 3, 1),
-        (128, 64, 3, 8, 2, 1), (128, 64, 4, 8, 2, 1), (128, 64, 4, 8, 1, 1), (256, 64, 4, 8, 1, 1),
-    ),
-    256: (
-        (64, 64, 3, 4, 2), (64, 64, 4, 4, 1), (64, 64, 3, 4, 2, 1), (128, 64, 4, 8, 1), (128, 64, 4, 8, 1, 2),
-    ),
-}  # fmt: skip
-# Warp-specialized tiles: (n, k, stages, warps of the plain kernel, 1, halvings).
-ROLES: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
-    "w4a16": {
-        16: ((256, 128, 8, 8, 1), (192, 128, 8, 8, 1)),
-        32: ((256, 128, 6, 8, 1, 1), (192, 128, 6, 8, 1, 1)),
-        64: ((256, 128, 5, 8, 1, 1), (192, 128, 6, 8, 1, 1), (128, 128, 5, 8, 1, 1)),
-        128: ((192, 128, 3, 8, 1, 1), (192, 64, 6, 8, 1, 1), (128, 64, 6, 8, 1, 1)),
-        256: ((128, 64, 5, 8, 1, 2), (128, 64, 5, 8, 1, 1), (128, 64, 4, 8, 1, 2)),
-    },
-    "w4a8": {
-        16: ((256, 128, 8, 8, 1), (256, 256, 4, 8, 1), (128, 128, 8, 8, 1)),
-        32: ((256, 128, 8, 8, 1, 1), (256, 256, 4, 8, 1, 1), (256, 128, 6, 8, 1)),
-        64: ((256, 128, 6, 8, 1, 1), (256, 256, 3, 8, 1, 1), (192, 128, 6, 8, 1, 1), (128, 128, 8, 8, 1, 1)),
-        128: (
-            (192, 128, 5, 8, 1, 1),
-            (192, 128, 4, 8, 1, 1),
-            (128, 128, 6, 8, 1, 1),
-            (128, 128, 6, 8, 1, 2),
-        ),
-        256: ((128, 128, 4, 8, 1, 2), (128, 128, 3, 8, 1, 2), (128, 128, 4, 8, 1, 1)),
-    },
-    "bf16": {
-        64: ((256, 64, 4, 8, 1, 1), (128, 64, 6, 8, 1, 1), (128, 64, 8, 8, 1, 2)),
-        128: ((256, 64, 4, 8, 1, 1), (128, 64, 5, 8, 1, 1)),
-        256: ((128, 64, 4, 8, 1, 2),),
-    },
-}
-# The same, and last whether it is weights x tokens.
-BF16: dict[int, tuple[tuple[int, ...], ...]] = {
-    16: (
-        (64, 128, 3, 4, 3, 0, 1), (128, 64, 3, 4, 4, 0, 1), (64, 128, 4, 4, 3, 0, 1), (128, 64, 4, 4, 4, 0, 1),
-        (64, 64, 6, 4, 5, 0, 1), (64, 128, 5, 4, 2, 0, 1),
-    ),
-    32: (
-        (64, 128, 4, 4, 2, 0, 1), (64, 128, 3, 4, 3, 0, 1), (128, 64, 4, 4, 3, 0, 1), (128, 64, 3, 4, 4, 0, 1),
-        (128, 64, 5, 4, 2, 0, 1),
-    ),
-    64: (
-        (128, 64, 3, 4, 3, 0, 0), (128, 64, 4, 4, 2, 0, 0), (256, 64, 3, 8, 1, 0, 0), (256, 64, 4, 8, 1, 0, 0),
-        (128, 64, 3, 4, 3, 0, 1), (128, 64, 3, 4, 3, 1, 1), (128, 64, 3, 4, 3, 2, 1), (128, 64, 4, 4, 2, 1, 1),
-        (128, 64, 4, 4, 2, 2, 1), (256, 64, 3, 8, 1, 1, 1), (256, 64, 4, 8, 1, 1, 1), (128, 128, 2, 4, 2, 1, 1),
-    ),
-    128: (
-        (256, 64, 4, 8, 1, 0, 0), (256, 64, 3, 8, 1, 0, 0), (128, 64, 3, 4, 2, 0, 0), (128, 64, 3, 8, 2, 0, 0),
-        (256, 64, 4, 8, 1, 0, 1), (256, 64, 4, 8, 1, 1, 1), (256, 64, 4, 8, 1, 2, 1), (256, 64, 3, 8, 1, 2, 1),
-        (128, 64, 3, 4, 2, 1, 1), (128, 64, 3, 4, 2, 2, 1), (128, 64, 3, 8, 2, 2, 1), (128, 128, 3, 8, 1, 2, 1),
-    ),
-    256: ((128, 64, 4, 8, 1, 0, 0), (128, 64, 3, 8, 1, 0, 1), (128, 64, 4, 8, 1, 1, 1), (128, 64, 4, 8, 1, 2, 1)),
-}  # fmt: skip
-
-
-def cut(n: int, k: int, stages: int, warps: int, ctas: int, halvings: int = 0, swap: int = 1) -> Tile:
-    return Tile(n, k, stages, warps, ctas, bool(swap), halvings)
-
-
-# The same of MXFP4 with tokens of E4M3, that of few rows.
-FP8_TOKENS = {16: MXFP4[16][4:7], 32: MXFP4[32][2:4], 64: (), 128: (), 256: ()}
-# Rows beyond a tile's height that an expert's last tile may take along (`Schedule.tail`), where tiles have `swap`.
-TAILS: dict[str, dict[int, tuple[int, ...]]] = {
-    "w4a16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32), 256: (0, 16, 32)},
-    "w4a8": {32: (0, 16), 64: (0, 16), 128: (16, 32), 256: (0, 32)},
-    "bf16": {32: (0, 16), 64: (0, 16, 32), 128: (0, 16, 32), 256: (0, 32)},
-}
-CANDIDATES = {
-    pair: {m: [cut(*each) for each in cuts] for m, cuts in table.items()}
-    for pair, table in (("w4a16", MXFP4), ("i4a16", MXFP4), ("w4a8", FP8_TOKENS), ("bf16", BF16))
-}
-ROLES["i4a16"], TAILS["i4a16"] = ROLES["w4a16"], TAILS["w4a16"]
-for pair, table in ROLES.items():
-    for height, cuts in table.items():
-        CANDIDATES[pair][height] += [replace(cut(*each), tma=True, warp_specialized=True) for each in cuts]
-NAN = float("nan")
+ROWS = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 176, 208, 256, 512, 1024, 2048)
+ROUTINGS = ("uniform", "zipf:0.6:0", "zipf:1.1:0")
+DRAWS = 3
+TAILS = (0, 16, 32)
+LOW, HIGH = 0.6, 5.4  # a tile's height over the rows of an expert, between which it is tried
+TALL = 100  # rows from which on every height of at least 128 is tried
 ERROR = 1e-2  # relative, in norm: sums of bf16 in another order; a wrong kernel is far beyond
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "n": (64, 128, 192, 256),
+    "k": (64, 128, 256),
+    "stages": (-2, -1, 1, 2),  # more or fewer
+    "halvings": (0, 1, 2),
+    "warp_specialized": (False, True),
+}
 
 
-def tiles(pair: str, m: int, tail: int, *, tma: bool) -> list[Tile]:
-    """Returns those of one height. `tma`: with the copy engine for tokens as well, which only the second GEMM can use,
-    and there also with one pipeline over all tiles."""
-    found = [tile for tile in CANDIDATES[pair][m] if tile.swap or not tail]
-    if not tma:
-        return found
-    by_engine = [replace(tile, tma=True) for tile in found if not tile.warp_specialized]
-    flat = [replace(tile, flatten=True) for tile in by_engine if not (tile.halvings or tail) and pair == "bf16"]
-    return found + by_engine + flat
+def neighbours(tile: Tile) -> Iterator[tuple[str, Tile]]:
+    """Yields tiles that differ in one attribute, with its name and value."""
+    for name, values in OTHERS.items():
+        for value in values:
+            found = tile.stages + value if name == "stages" else value
+            if found != getattr(tile, name):
+                yield f"{name} {found}", replace(tile, **{name: found})
 
 
-def time_tile(gemm: Gemm, rows: Rows, work: TileSchedule, tile: Tile, out: torch.Tensor) -> float | str:
-    """Returns microseconds, or why there are none. `out`: rows that are computed; the first to be asked writes them."""
-    m, tail = work.tiles.m, work.tiles.tail
-    found = torch.full((work.bound * m + tail, out.shape[1]), NAN, dtype=out.dtype, device=out.device)
-    run = partial(gemm, rows, work, Schedule(m, tile, tile, tail=tail), tile, found)
+def named(limit: float, m: int, tail: int) -> str:
+    return f"{m} + {tail}, to {'any' if limit == ANY else format(limit, 'g')} rows"
+
+
+def candidates(pair: Pair, rows: float, *, tiles: bool) -> dict[str, Schedule]:
+    """Returns schedules for so many rows by name: height, tail, the table's limit, and what differs from it."""
+    found: dict[str, Schedule] = {}
+    for limit, known in HOPPER[pair]:
+        if not ((rows >= TALL and known.m >= TALL) or LOW * rows <= known.m <= max(16, HIGH * rows)):
+            continue
+        found[named(limit, known.m, known.tail)] = known
+        if known.first.swap and known.second.swap and not known.second.flatten:
+            for tail in TAILS:
+                if tail < known.m and (other := replace(known, tail=tail)) not in found.values():
+                    found[named(limit, known.m, tail)] = other
+        for gemm in ("first", "second") if tiles else ():
+            for what, tile in neighbours(getattr(known, gemm)):
+                found[f"{named(limit, known.m, known.tail)}, {gemm} {what}"] = replace(known, **{gemm: tile})
+    return found
+
+
+def time_schedule(executor: TritonGroupedExecutor, draws: list[FlatTokens], wanted: torch.Tensor) -> float | str:
+    """Returns microseconds of a call, or why there are none.
+
+    Args:
+        wanted: what the first draw gives by the table's schedule.
+    """
+    out = torch.empty_like(wanted)
     try:
-        us = round(device_microseconds(run), 2)
+        executor(draws[0], out)
+        wrong = float((out - wanted).float().norm() / wanted.float().norm())
+        if not wrong < ERROR:
+            return f"error {wrong:.1e}"
+        return round(device_microseconds(*[partial(executor, each, out) for each in draws], repeats=2), 2)
     except Exception as error:  # noqa: BLE001  (whatever Triton, ptxas or the driver says: the next one may do)
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    found = found[: out.shape[0]].float()
-    if out.isnan().all():
-        out.copy_(found)
-    wrong = float((found - out.float()).norm() / out.float().norm())
-    return us if wrong < ERROR else f"error {wrong:.1e}"
 
 
-def tune(executor: TritonGroupedExecutor, tokens: int) -> list[dict[str, Any]]:
-    """Measures a row for each height, GEMM and tile."""
-    config, device, L = executor.config, executor.device, executor.shard.num_local_experts
-    ids = sample_ids(tokens, config.top_k, config.num_experts, device)
-    valid, mean = int((ids < L).sum()), tokens * config.top_k / config.num_experts
-    if not valid:
-        return []
-    gemms, candidates = executor._gemms, CANDIDATES[executor._pair]
-    hidden = torch.randn(tokens, config.hidden_size, device=device).bfloat16()
-    outs = [torch.full((valid, round_up(gemm.width, 16)), NAN, device=device).bfloat16() for gemm in gemms]
-    rows: list[dict[str, Any]] = []
-    heights = [m for m in candidates if mean / 4 <= m <= max(16, 4 * mean)]
-    for m, tail in [(height, tail) for height in heights for tail in TAILS[executor._pair].get(height, (0,))]:
-        _, source, work = sort_and_schedule(ids, 0, L, RowTiles(m, tail))
-        between = outs[0][:, : gemms[1].matrix.cols]
-        for index, gemm in enumerate(gemms):
-            if index == 0:
-                reads = replace(executor._rows(Payload.plain(hidden), None), source=source)
-            else:  # what the first GEMM has written by now
-                reads = quantize_rows(between, work, gemm) if executor._pair in FP8_PAIRS else Rows(between)
-            for tile in tiles(executor._pair, m, tail, tma=index == 1):
-                us = time_tile(gemm, reads, work, tile, outs[index][:, : gemm.width])
-                rows.append({"tokens": tokens, "m": m, "tail": tail, "gemm": index, "tile": asdict(tile), "us": us})
-                what = f"{tokens} tokens, m {m} + {tail}, gemm {index}, {tuple(asdict(tile).values())}"
-                sys.stdout.write(f"{what}: {us}\n")
-    return rows
+def tune(executor: TritonGroupedExecutor, shape: str, rows: int, *, tiles: bool) -> list[dict[str, Any]]:
+    """Measures a row for each routing."""
+    config, pair = executor.config, executor._pair
+    tokens = rows * config.num_experts // config.top_k
+    schedules = candidates(pair, rows, tiles=tiles)
+    found: list[dict[str, Any]] = []
+    for routing in ROUTINGS:
+        routed = read_routing(routing, config.num_experts, config.top_k)[0]
+        first = sampled_tokens(config, tokens, executor.device, routed)
+        ids = [routed.draw(tokens, config.top_k, seed).to(executor.device) for seed in range(DRAWS)]
+        draws = [replace(first, ids=each) for each in ids]
+        wanted = torch.empty_like(first.hidden.data)
+        executor(draws[0], wanted)
+        us: dict[str, float | str] = {}
+        for name, schedule in schedules.items():
+            with patch("eprt.experts.grouped.choose", return_value=schedule):
+                us[name] = time_schedule(executor, draws, wanted)
+        found.append({"shape": shape, "rows_per_expert": rows, "tokens": tokens, "routing": routing, "us": us})
+    return found
 
 
-def floor_us(executor: TritonGroupedExecutor, tokens: int, ceilings: Ceilings) -> float:
-    """Returns the larger of two lower bounds: bytes of experts that are hit, and operations."""
-    config, L = executor.config, executor.shard.num_local_experts
-    ids = sample_ids(tokens, config.top_k, config.num_experts, torch.device("cpu"))
-    local = ids[ids < L]
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in executor.slot_tensors().values())
-    flops = 2 * local.numel() * (config.gate_up_rows + config.intermediate_size) * config.hidden_size
-    return max(weights * local.unique().numel() / L / ceilings.copy_bytes, flops / ceilings.bf16_flops) * 1e6
+def summary(executor: TritonGroupedExecutor, found: list[dict[str, Any]]) -> str:
+    """Returns a line: each candidate's geometric mean of its times over the quickest ones, the best first."""
+    times = [{name: us for name, us in row["us"].items() if isinstance(us, float)} for row in found]
+    best = [min(each.values(), default=0.0) for each in times]
+    means = {
+        name: math.prod(each[name] / least for each, least in zip(times, best, strict=True)) ** (1 / len(times))
+        for name in times[0]
+        if all(name in each for each in times)
+    }
+    rows, columns = found[0]["rows_per_expert"], executor.config.hidden_size
+    taken = choose(executor._pair, rows, columns, hopper=True)
+    table = next(named(limit, taken.m, taken.tail) for limit, each in HOPPER[executor._pair] if each is taken)
+    ranked = ", ".join(f"{name}: {means[name]:.3f}" for name in sorted(means, key=means.__getitem__)[:8])
+    return f"{found[0]['shape']}, {rows} rows, table {table}: {means.get(table, math.nan):.3f}; {ranked}"
 
 
-def summary(executor: TritonGroupedExecutor, rows: list[dict[str, Any]], ceilings: Ceilings) -> str:
-    """For each number of tokens the fastest pair of one height, its distance to the floor, and the table's pair."""
-    config, lines = executor.config, [""]
-    timed = [row for row in rows if isinstance(row["us"], float)]
-    for tokens in sorted({row["tokens"] for row in timed}):
-        of = [
-            [[r for r in timed if (r["tokens"], r["m"], r["tail"], r["gemm"]) == (tokens, *cut, i)] for i in range(2)]
-            for cut in dict.fromkeys((row["m"], row["tail"]) for row in timed)
-        ]
-        pairs = [[min(each, key=lambda row: row["us"]) for each in pair] for pair in of if all(pair)]
-        if not pairs:
-            continue
-        best = min(pairs, key=lambda pair: sum(row["us"] for row in pair))
-        total, mean = sum(row["us"] for row in best), tokens * config.top_k / config.num_experts
-        taken = choose(executor._pair, mean, config.hidden_size, hopper=True)
-        cut = tokens, taken.m, taken.tail
-        wanted = [(*cut, i, asdict(replace(tile, fallback=None))) for i, tile in enumerate((taken.first, taken.second))]
-        names = ("tokens", "m", "tail", "gemm", "tile")
-        now = [row["us"] for row in timed if tuple(row[name] for name in names) in wanted]
-        cuts = ", ".join(str(tuple(row["tile"].values())) for row in best)
-        ratio = total / floor_us(executor, tokens, ceilings)
-        what = f"{tokens} tokens, {mean:g} rows an expert: m {best[0]['m']} + {best[0]['tail']}, {cuts}"
-        lines.append(f"{what}: {total:.1f} us = {ratio:.2f} x floor; table {now}")
-    return "\n".join([*lines, ""])
-
-
-def main(path: str, shapes: list[str]) -> None:
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("file", type=Path)
+    options.add_argument("shapes", nargs="*", default=list(SHAPES))
+    options.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    options.add_argument("--tiles", action="store_true")
+    a = options.parse_args()
     device = torch.device("cuda", 0)
-    ceilings = Ceilings.measure(device)
-    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "limits": ceilings.as_dict(), "shapes": {}}
-    for shape in shapes:
+    command = shlex.join(["python", *sys.argv])
+    report = Report("schedules", [], Ceilings.measure(device).as_dict(), command=command)
+    for shape in a.shapes:
         name, _, activations = shape.partition(":")
         executor = executor_of(name, "triton_grouped", device, low_precision=activations == "fp8")
-        assert isinstance(executor, TritonGroupedExecutor)
-        rows = result["shapes"][shape] = []
-        for tokens in TOKENS:
-            rows.extend(tune(executor, tokens))
-            Path(path).write_text(json.dumps(result, indent=1))
-        sys.stdout.write(shape + summary(executor, rows, ceilings))
+        if not isinstance(executor, TritonGroupedExecutor):
+            raise TypeError(type(executor))
+        for rows in a.rows:
+            found = tune(executor, shape, rows, tiles=a.tiles)
+            report.rows.extend(found)
+            report.write(a.file)
+            sys.stdout.write(summary(executor, found) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    known = [name for name, shape in SHAPES.items() if shape.config.weight_format in ("bf16", "mxfp4")]
-    main(sys.argv[1], sys.argv[2:] or known)
+    main()

@@ -28,10 +28,8 @@ from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, inte
 from eprt.conformance.oracle import relative_error
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import (
-    BF16_NARROW,
     BF16_WS,
     FP8_128_WIDE,
-    FP8_NARROW,
     FP8_WS,
     MXFP4_32,
     MXFP4_64,
@@ -50,6 +48,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
 
+BF16_NARROW, FP8_NARROW = replace(BF16_WS, n=128), replace(FP8_WS, n=128)  # as tiles of 256 tokens need
 FOUR_BIT_TILES = {16: MXFP4_LOW, 32: MXFP4_32, 64: MXFP4_64, 128: MXFP4_128, 256: MXFP4_256}
 W4A8_TILES = {16: W4A8_16, 32: W4A8_32, 64: W4A8_64, 128: W4A8_128}
 W4A8_TILES[256] = replace(W4A8_128, n=128, stages=4, halvings=2)
@@ -110,6 +109,7 @@ FORMS = ["bf16", "mxfp4", "nvfp4", "int4", *FP8_FORMS]
 RUNTIMES = dict.fromkeys(FP8_FORMS, FP8_RUNTIME)
 BOUNDS = dict.fromkeys(FORMS, BOUND) | dict.fromkeys(FP8_FORMS, FP8_BOUND)
 SLABS = [(16, 0, BF16), (32, 16, F32), (64, 0, BF16), (64, 16, F32), (128, 32, BF16), (256, 0, F32), (256, 32, BF16)]
+SLABS += [(32, 0, BF16), (128, 0, BF16)]
 
 
 def of_each_form(params, on_a_cpu):
@@ -128,7 +128,7 @@ def of_each_form(params, on_a_cpu):
     of_each_form(
         SLABS,
         {"bf16": (4, 6), "mxfp4": (0, 3, 6), "nvfp4": (2,), "int4": (), "fp8_channel": (4,), "fp8_block": (4,)}
-        | {WIDE: (3, 4), W4A8: (3,)},
+        | {WIDE: (3, 8), W4A8: (3,)},
     ),
 )
 def test_slabs_have_the_bits_of_the_plain_kernel(form, m, tail, dtype, schedule, launched):

@@ -106,8 +106,9 @@ class FewTokens:
 ANY = 1 << 30
 BF16_WS = Tile(256, 64, 4, 8, 1, swap=True, halvings=1, tma=True, warp_specialized=True)
 BF16_128 = Schedule(128, BF16_WS, BF16_WS, tail=32)
-BF16_NARROW = replace(BF16_WS, n=128, halvings=2)
-BF16_64 = replace(BF16_NARROW, stages=8, fallback=Tile(64, 128, 3, 4, 2, swap=True, halvings=2, tma=True))
+BF16_64 = replace(
+    BF16_WS, n=128, stages=8, halvings=2, fallback=Tile(64, 128, 3, 4, 2, swap=True, halvings=2, tma=True)
+)
 # 256 weight rows share tokens where four consumers' registers hold the results of 64 tokens; of 128 tokens three's do.
 # A tail costs registers; it saves time where many experts have a few rows beyond a multiple of m.
 MXFP4_WS = Tile(256, 128, 5, 8, 1, swap=True, halvings=1, tma=True, warp_specialized=True)
@@ -119,93 +120,88 @@ MXFP4_64 = replace(MXFP4_WS, fallback=Tile(128, 64, 4, 4, 3, True, halvings=2, t
 MXFP4_128 = replace(MXFP4_WS, n=192, stages=3, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
 MXFP4_256 = replace(MXFP4_WS, n=128, k=64, halvings=2)
 FP8_WS = replace(BF16_WS, k=128, fallback=Tile(128, 128, 3, 8, 1, True, halvings=1))
-FP8_NARROW = replace(FP8_WS, n=128, halvings=2)
 FP8_128_WIDE = replace(FP8_WS, halvings=2)  # with block scales; a tail of at most 16
-FP8_LOW = replace(FP8_WS, n=128, stages=7, fallback=Tile(128, 128, 4, 4, 2, swap=True))
-FP8_64_NARROW = replace(FP8_LOW, halvings=2)
+FP8_LOW = replace(FP8_WS, n=128, stages=7, halvings=2, fallback=Tile(128, 128, 4, 4, 2, swap=True))
 FP8_32 = replace(FP8_LOW, stages=10, halvings=1, fallback=Tile(128, 128, 4, 4, 2, swap=True))
 FP8_16 = replace(FP8_LOW, stages=9, halvings=0, fallback=Tile(128, 128, 5, 4, 2, swap=True))
 # Those of the tables' second GEMMs.
 FP8_DOWN_32 = replace(FP8_32, fallback=Tile(128, 128, 3, 4, 3, swap=True))
 FP8_DOWN_16 = replace(FP8_16, fallback=Tile(128, 128, 3, 4, 4, swap=True))
-FP8_128 = Schedule(128, FP8_WS, FP8_WS, tail=32)
+FP8_64 = Schedule(64, FP8_LOW, FP8_LOW)
+FP8_128 = Schedule(128, FP8_128_WIDE, FP8_128_WIDE)
 # Tiles of second GEMMs.
 DOWN_32 = replace(MXFP4_32, fallback=Tile(128, 128, 4, 4, 3, True, tma=True))
 DOWN_128 = replace(MXFP4_128, fallback=Tile(128, 64, 3, 4, 2, True, halvings=1, tma=True))
-# (largest rows per expert under even routing, schedule): the fastest of 20 to 40 candidates on an H200, for
-# Qwen3-30B-A3B's sizes (bf16) and DeepSeek-V3's (FP8); benchmarks/tune_grouped.py. Some limits are
-# lower than that: the next schedule is 3 to 12% faster there under skewed routing (Zipf's 0.6: of 128 experts the
-# hottest gets 8 times the mean), 1 to 3% slower under even routing.
+# (largest rows per expert under even routing, schedule): of 20 to 40 candidates on an H200 (benchmarks/tune_grouped.py)
+# those with the smallest geometric mean of the times under even routing, Zipf's 0.6 and 1.1 (of 128 experts the hottest
+# gets 8 and 16 times the mean), for Qwen3-30B-A3B, Mixtral, gpt-oss, DeepSeek-V3, GLM-4.5-Air and Kimi-K2. Times in
+# comments are of that H200, three of them under these three routings.
 HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
     "bf16": (
-        (12, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(64, 128, 3, 4, 3, True, flatten=True, tma=True))),
+        (10, Schedule(16, Tile(64, 128, 3, 4, 3, swap=True), Tile(64, 128, 3, 4, 3, True, flatten=True, tma=True))),
         # On an H200 Qwen3-30B-A3B (EP 1) takes 289.3 us at 256 tokens, by plain kernels 302.3; under Zipf's 0.6 and 1.1
         # 289.7 and 290.2, by tiles of 32 rows 294.6 and 302.6.
         (40, Schedule(64, BF16_64, BF16_64)),
-        (96, Schedule(64, Tile(128, 64, 3, 4, 3, True, halvings=1), Tile(128, 64, 4, 4, 2, flatten=True, tma=True))),
-        (232, BF16_128),
-        (272, Schedule(256, BF16_NARROW, BF16_NARROW, tail=32)),
+        # For 64 rows of Mixtral (EP 2) 392 us under Zipf's 0.6, by the next one 429; for 96 rows 441 and 435.
+        (88, Schedule(64, Tile(128, 64, 3, 4, 3, True, halvings=1), Tile(128, 64, 4, 4, 2, flatten=True, tma=True))),
+        # For 256 rows of Qwen3-30B-A3B (EP 2) 300, 318 and 324 us; by tiles of 256 rows 289, 348 and 350.
         (ANY, BF16_128),
     ),
     "w8a8": (
-        # On an H200 Qwen3-30B-A3B (EP 1) takes 22.9, 31.6, 71.4, 103.5, 150.3 and 163.7 us at 1, 2, 8, 16, 64 and 256
-        # tokens, DeepSeek-V3 (EP 4) 156.8, 550.0 and 667.6 at 8, 64 and 450; by plain kernels 22.9, 31.6, 74.3, 106.7,
-        # 154.5, 174.3; 165.5, 562.9, 687.1. Only the smallest are slower warp-specialized: 23.9 us at 1 token.
+        # Only the smallest are slower warp-specialized: Qwen3-30B-A3B (EP 1) takes 23.9 us at 1 token for 22.9.
         (0.2, Schedule(16, FP8_16.plain, FP8_DOWN_16.plain)),
-        (12, Schedule(16, FP8_16, FP8_DOWN_16)),
-        (20, Schedule(32, FP8_32, FP8_DOWN_32)),
-        # For 64 rows of Qwen3-30B-A3B and 94 of DeepSeek-V3 an H200 takes 199.2 and 1082 us by this one, under Zipf's
-        # 0.6 218.9 and 1133; by the next 204.0, 867, 205.9 and 983.
-        (40, Schedule(64, FP8_64_NARROW, FP8_64_NARROW, tail=16)),
-        # On an H200 961, 1650, 3018, 6006 us at 4096, 8192, 16,384, 32,768 tokens of DeepSeek-V3 (EP 4); 988, 1726,
-        # 3193, 6323 by tiles half as wide, with tails of 32.
+        (5.5, Schedule(16, FP8_16, FP8_DOWN_16)),
+        (11, Schedule(32, FP8_32, FP8_DOWN_32)),
+        # A tail of 16 rows costs 1 to 4%, and saves as much where most experts have little more than 64 or 128 rows.
+        (24, FP8_64),
+        # For 40 rows of DeepSeek-V3 (EP 4) 756, 787 and 854 us; by the one before 741, 816 and 957.
+        (112, FP8_128),
+        # 961, 1650, 3018, 6006 us at 4096, 8192, 16,384, 32,768 tokens of DeepSeek-V3 (EP 4); 988, 1726, 3193, 6323 by
+        # tiles half as wide, with tails of 32.
         (ANY, Schedule(128, FP8_128_WIDE, FP8_128_WIDE, tail=16)),
     ),
-    # As w8a8, with as many stages as leave room for tokens of twice the width; not searched.
+    # With as many stages as leave room for tokens of twice the width; not searched.
     "w8a16": (
         (12, Schedule(16, Tile(128, 128, 5, 4, 2, swap=True), Tile(128, 128, 3, 4, 3, swap=True))),
         (24, Schedule(32, Tile(128, 128, 4, 4, 2, swap=True), Tile(128, 128, 4, 4, 2, swap=True))),
         (ANY, Schedule(64, Tile(128, 128, 3, 4, 2), Tile(128, 128, 3, 4, 2))),
     ),
-    # Searched for gpt-oss-120b's sizes.
     "w4a16": (
         # On an H200 gpt-oss-120b (EP 4) takes 43.9, 52.2 and 66.8 us at 8, 12 and 16 tokens, 45.4, 55.6 and 72.9 by a
         # first tile of 128 x 256. A last round of programs in tiles half as wide changes 1% at most.
         (0.4, Schedule(16, FOUR_BIT_NARROW, FOUR_BIT_NARROW)),
         (2, Schedule(16, FOUR_BIT_16, FOUR_BIT_NARROW)),
-        (12, Schedule(16, FOUR_BIT_16, MXFP4_LOW, launch_dependents=True)),
-        # For 32 rows of gpt-oss-20b an H200 takes 175.1 us by this one, under Zipf's 0.6 193.3; by the next 177.5 and
-        # 181.3.
-        (26, Schedule(32, MXFP4_32, DOWN_32, tail=16, launch_dependents=True)),
-        (80, Schedule(64, MXFP4_64, MXFP4_64, tail=16, launch_dependents=True)),
-        (144, Schedule(128, MXFP4_128, DOWN_128, tail=16, launch_dependents=True)),
-        # From some 200 rows on two tiles of 128 take longer than one of 256.
-        (208, Schedule(128, MXFP4_128, DOWN_128, tail=32, launch_dependents=True)),
+        (5.5, Schedule(16, FOUR_BIT_16, MXFP4_LOW, launch_dependents=True)),
+        # For 8 rows of gpt-oss-20b 139, 138 and 144 us; by the one before 137, 148 and 158. For 16 rows 144, 162 and
+        # 166; with a tail of 16 150, 154 and 172.
+        (21, Schedule(32, MXFP4_32, DOWN_32, launch_dependents=True)),
+        # For 32 rows 175, 183 and 195 us; with a tail of 16 182, 183 and 203.
+        (52, Schedule(64, MXFP4_64, MXFP4_64, launch_dependents=True)),
+        (90, Schedule(64, MXFP4_64, MXFP4_64, tail=16, launch_dependents=True)),
+        # For 256, 512 and 1024 rows under Zipf's 0.6 641, 1182 and 2287 us, by the next 763, 1273 and 2374; for 2048
+        # 4825 and 4604.
+        (1500, Schedule(128, MXFP4_128, DOWN_128, tail=32, launch_dependents=True)),
         (ANY, Schedule(256, MXFP4_256, MXFP4_256, tail=32, launch_dependents=True)),
     ),
 }
-# Not searched from one row on: the same but for twice as many scales.
+# The same but for twice as many scales; not searched below 5 rows.
 HOPPER["nv4a16"] = ((0.5, HOPPER["w4a16"][0][1]), *HOPPER["w4a16"][1:])
-# For 11, 32, 43 and 171 rows (Kimi-K2's and Qwen3-30B-A3B's sizes) these were the fastest of six to nine, or within 2%
-# of them. On an H200 Kimi-K2 (EP 8) takes 40.1, 48.3, 63.4 and 86.3 us at 3, 4, 8 and 12 tokens by the first, 48.6,
-# 55.7, 72.3 and 93.7 by the second; Qwen3-30B-A3B (EP 1) 31.2, 36.9 and 53.3 at 3, 4 and 8 for 29.5, 32.3 and 51.4.
+# On an H200 Kimi-K2 (EP 8) takes 40.1, 48.3, 63.4 and 86.3 us at 3, 4, 8 and 12 tokens by the first, 48.6, 55.7, 72.3
+# and 93.7 by the second; Qwen3-30B-A3B (EP 1) 31.2, 36.9 and 53.3 at 3, 4 and 8 for 29.5, 32.3 and 51.4.
 INT4_DEEP = 2049  # columns of the first matrix from which on the first serves at all
 HOPPER["i4a16"] = (
     (0.3, Schedule(16, FOUR_BIT_NARROW, FOUR_BIT_NARROW)),
     (2, Schedule(16, FOUR_BIT_16, replace(FOUR_BIT_16, stages=3, tma=True))),
-    HOPPER["w4a16"][2],
-    (16, HOPPER["w4a16"][3][1]),
-    (52, Schedule(64, MXFP4_64, MXFP4_64, launch_dependents=True)),
-    *HOPPER["w4a16"][4:],
+    *HOPPER["w4a16"][2:],
 )
-# Searched from 24 rows on, for DeepSeek-V3's sizes; below as w8a8.
 HOPPER["c8a8"] = (
     (0.4, HOPPER["w8a8"][0][1]),  # GLM-4.5-Air (EP 4) takes 41.1 us at 4 tokens, warp-specialized 43.1
-    *HOPPER["w8a8"][1:3],
-    (80, Schedule(64, FP8_LOW, FP8_LOW, tail=16)),
-    (232, FP8_128),
-    (272, Schedule(256, FP8_NARROW, FP8_NARROW, tail=32)),
-    (ANY, FP8_128),
+    (10, HOPPER["w8a8"][1][1]),
+    (56, FP8_64),
+    # For 112 rows of GLM-4.5-Air 213, 216 and 215 us, by the next one 226, 224 and 225; for 256 rows of DeepSeek-V3 (EP
+    # 4) 1642, 1750 and 2017, by the next 1553, 1679 and 2003.
+    (112, FP8_128),
+    (ANY, Schedule(128, FP8_WS, FP8_WS, tail=32)),
 )
 # Of MXFP4 with E4M3 tokens.
 W4A8_16 = replace(MXFP4_WS, halvings=0, stages=8, fallback=Tile(128, 128, 4, 4, 4, True, tma=True))
@@ -213,9 +209,10 @@ W4A8_32 = replace(MXFP4_WS, stages=8, fallback=Tile(128, 128, 4, 4, 3, True, hal
 W4A8_64 = replace(MXFP4_WS, stages=6, fallback=Tile(128, 64, 4, 4, 2, True, halvings=1, tma=True))
 W4A8_128 = replace(MXFP4_WS, n=192, stages=5, fallback=Tile(128, 64, 3, 8, 1, True, halvings=1))
 HOPPER["w4a8"] = (
-    (12, Schedule(16, W4A8_16, W4A8_16, launch_dependents=True)),
-    (30, Schedule(32, W4A8_32, W4A8_32, tail=16, launch_dependents=True)),
-    (80, Schedule(64, W4A8_64, W4A8_64, tail=16, launch_dependents=True)),
+    (5.5, Schedule(16, W4A8_16, W4A8_16, launch_dependents=True)),
+    (22, Schedule(32, W4A8_32, W4A8_32, launch_dependents=True)),
+    (52, Schedule(64, W4A8_64, W4A8_64, launch_dependents=True)),
+    (76, Schedule(64, W4A8_64, W4A8_64, tail=16, launch_dependents=True)),
     # From some 200 rows on 256 tokens are slower for the first GEMM, faster for the second: 554 us at 8192 tokens of
     # gpt-oss-120b (EP 4) for 523, 1853 at 32,768 for 1855, on an H100.
     (ANY, Schedule(128, W4A8_128, W4A8_128, tail=32, launch_dependents=True)),
