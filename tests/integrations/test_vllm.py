@@ -248,15 +248,19 @@ def test_a_draft_model_beside_lora_of_attention(
     assert "6 of 6 MoE layers (model.layers.0.mlp.experts to draft_model.model.layers.2.mlp.experts)" in log
 
 
-@pytest.fixture(scope="session")
-def gpt_oss_tokens(gpt_oss: Path) -> list[list[int]]:
+def decoded(folder: Path) -> list[list[int]]:
     """vLLM itself has no MXFP4 experts on CPU; transformers decodes them. It computes in float32 here, vLLM in bf16: of
-    twenty checkpoints the one is taken whose best token leads the next by most."""
+    twenty checkpoints and more the one is taken whose best token leads the next by most."""
     from transformers import AutoModelForCausalLM
 
-    want, lead = by_transformers(AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16).float())
+    want, lead = by_transformers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float())
     assert lead > 0.025  # bf16's own differences from float32 reach 0.02 of these logits' deviation
     return want
+
+
+@pytest.fixture(scope="session")
+def gpt_oss_tokens(gpt_oss: Path) -> list[list[int]]:
+    return decoded(gpt_oss)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)], ids=["dp2-ep", "tp2-without-ep"])
@@ -266,6 +270,16 @@ def test_mxfp4_tokens_are_those_of_transformers(
     tokens, log = serve(tmp_path, gpt_oss, "bfloat16", dp, tp)
     assert tokens == gpt_oss_tokens
     assert "mxfp4, 8 experts, top-4" in log
+
+
+def test_a_part_that_cuts_a_scale_is_gpt_osss_loaders(tmp_path: Path) -> None:
+    """Of 96 rows one rank has 64 and the other 32, and zeros."""
+    from eprt.conformance.tiny_model import write_tiny_checkpoint
+
+    folder = write_tiny_checkpoint(tmp_path / "model", num_layers=2, intermediate_size=96, seed=34)
+    tokens, log = serve(tmp_path, folder, "bfloat16", 1, 2)
+    assert tokens == decoded(folder)
+    assert "mxfp4, 8 experts, top-4, 128 x 64" in log
 
 
 def test_experts_are_chosen_by_eprt_in_a_gates_place(

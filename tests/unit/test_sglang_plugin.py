@@ -258,7 +258,7 @@ def test_a_layer_that_is_not_told_its_top_k_has_its_routers() -> None:
         ({"is_shared_fused_moe": True}, "shared ones"),
         ({"moe_tp_size": 2}, "cut in 2"),
         ({"top_k": 129}, "top-129 of 128"),
-        ({"params_dtype": torch.float16}, "float16"),
+        ({"params_dtype": torch.float64}, "float64"),
         ({"activation": "gelu"}, "gelu"),
         ({"is_gated": False}, "silu without a gate"),
         ({"quant_method": named("AWQMoEMethod")}, "AWQMoEMethod"),

@@ -52,6 +52,8 @@ def test_a_layer_from_its_making_to_its_call(pools) -> None:
         assert found["cold"] == 2
         assert found["warm"] == (0, True)  # one warm-up, at the first call, for both
         close(found["again"], wanted(0, rank))
+        assert found["float16"].dtype == torch.float16
+        assert torch.equal(found["float16"].float(), found["again"].half().float())  # these tokens are both numbers'
         assert found["monolithic_call"].startswith("UsageError")
         assert found["left"] == ["NotImplementedError: no kernel on this machine"] * 2
         assert list(found["reasons"].values()) == [["layers.3"]] * 2

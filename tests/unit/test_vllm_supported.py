@@ -182,7 +182,7 @@ def test_a_layers_maths() -> None:
         ({"expert_map_manager": SimpleNamespace(num_fused_shared_experts=1)}, "fused"),
         ({"apply_router_weight_on_input": True}, "experts' input"),
         ({"moe__skip_final_all_reduce": True}, "partial outputs"),
-        ({"moe__in_dtype": torch.float16}, "float16"),
+        ({"moe__in_dtype": torch.float64}, "float64"),
         ({"activation": SimpleNamespace(value="gelu")}, "gelu"),
     ],
 )
@@ -191,16 +191,15 @@ def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:
         moe_config(routed(**change), named("GptOssMxfp4MoEMethod"))
 
 
-@pytest.mark.parametrize(("ranks", "part"), [(2, 1440), (8, 360)])
-def test_parts_of_tensor_parallelism_keep_scales_whole(ranks: int, part: int) -> None:
-    """2880 rows: halves hold 45 scales of 32, eighths 11 and a quarter."""
+@pytest.mark.parametrize(("ranks", "part", "whole"), [(2, 1440, 1440), (4, 720, 736), (8, 360, 384)])
+def test_parts_of_tensor_parallelism_keep_scales_whole(ranks: int, part: int, whole: int) -> None:
+    """2880 rows: halves hold 45 scales of 32, eighths 11 and a quarter; gpt-oss's loader brings 12, and 6 at last."""
     cut = {"moe__tp_size": ranks, "moe__ep_size": 1, "moe__intermediate_size_per_partition": part}
     layer = routed(**cut, moe__moe_parallel_config=SimpleNamespace(use_ep=False), moe__skip_final_all_reduce=True)
-    if ranks == 2:
-        assert moe_config(layer, named("GptOssMxfp4MoEMethod")).intermediate_size == part
-        return
-    with pytest.raises(FallsBackToEngine, match=r"tensor parallelism 8 leaves 360 .* cuts a scale of 32 \(mxfp4\)"):
-        moe_config(layer, named("GptOssMxfp4MoEMethod"))
+    assert moe_config(layer, named("GptOssMxfp4MoEMethod")).intermediate_size == whole
+    if part != whole:
+        with pytest.raises(FallsBackToEngine, match=rf"parallelism {ranks} leaves {part} .* a scale of 32 \(mxfp4\)"):
+            moe_config(layer, named("Mxfp4MoEMethod"))
 
 
 def test_fp8_blocks_over_alternating_rows_are_left() -> None:

@@ -15,6 +15,7 @@ from eprt.integrations.engine.ranks import redistribute
 from eprt.integrations.engine.reloading import MATRICES, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
+from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
 from eprt.world.agree import Header, exchange, shared_errors
 
@@ -145,6 +146,14 @@ def adopted(method: Any, mixin: type, bound: BoundLayer) -> Any:
 def mixed(kind: type, mixin: type) -> type:
     """Makes a subclass under the same name: engines' weight loaders go by it."""
     return type(kind.__name__, (mixin, kind), {"__module__": mixin.__module__})
+
+
+def run(layer: ExpertParallelMoE, hidden: torch.Tensor, topk: TopK, tokens_per_rank: int) -> torch.Tensor:
+    """Calls a layer with an engine's tokens. Those in float16, as most AWQ models have them, travel and are computed in
+    bfloat16: experts that are packed are less exact than either."""
+    if hidden.dtype == torch.float16:
+        return run(layer, hidden.to(torch.bfloat16), topk, tokens_per_rank).to(torch.float16)
+    return layer(hidden, topk, tokens_per_rank=tokens_per_rank)
 
 
 def ids_of(topk_ids: torch.Tensor, num_experts: int, padding: torch.Tensor | None = None) -> torch.Tensor:

@@ -27,6 +27,7 @@ from eprt.support import Device
 PLACEMENT = "placement"  # beside RuntimeConfig's fields: the path of a placement file
 STRICT = "strict"  # beside RuntimeConfig's fields: layers that would fall back are errors
 _FIELDS = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
+_TOKENS = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_BLOCK = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "fp8_block": 128}  # inputs that share a scale
 
 
@@ -47,7 +48,7 @@ def require_whole_scales(found: WeightFormat, part: int, tp_size: int, tokens: t
     cut = f"tensor parallelism {tp_size} leaves {part} of the experts' rows to a rank, which cuts a scale of"
     reasons = [
         (tp_size > 1 and part % block != 0, f"{cut} {block} ({found})"),
-        (tokens not in (torch.bfloat16, torch.float32), f"tokens in {tokens}: eprt carries bfloat16 or float32"),
+        (tokens not in _TOKENS, f"tokens in {tokens}: eprt takes bfloat16, float16 or float32"),
     ]
     fall_back(reasons)
 

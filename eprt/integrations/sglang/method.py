@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eprt.integrations.engine.bound import BoundLayer, ids_of
+from eprt.integrations.engine.bound import BoundLayer, ids_of, run
 from eprt.integrations.sglang.parameters import canonical, interleaved, layout_of
 from eprt.tokens import TopK
 
@@ -34,7 +34,7 @@ class EprtFusedMoEMethod:
         if (scale := output_scale(layer, x.device, all_to_all=everywhere)) != 1.0:
             weights = weights * scale
         rows = tokens_per_rank(x.shape[0], all_to_all=everywhere)
-        return StandardCombineInput(hidden_states=built(x, TopK(ids, weights), tokens_per_rank=rows))
+        return StandardCombineInput(hidden_states=run(built, x, TopK(ids, weights), rows))
 
 
 def known_ids(ids: torch.Tensor, num_experts: int, *, marked: bool) -> torch.Tensor:

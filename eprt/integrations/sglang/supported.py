@@ -143,15 +143,15 @@ def _require_model(args: Any, given: dict[str, Any]) -> None:
     names = found.get("architectures") or ["no architecture"]
     dialect = (found.get("quantization_config") or {}).get("quant_method", "none")
     dtype = found.get("dtype", found.get("torch_dtype")) if args.dtype == "auto" else args.dtype
-    # What SGLang makes of float32, and where no dtype is named; but not around gpt-oss's MXFP4.
-    half = args.dtype == "auto" and dtype in (None, "float32") and dialect != "mxfp4"
+    # float16 is what SGLang makes of float32, and where no dtype is named.
+    half = dtype in ("float16", "half") or (args.dtype == "auto" and dtype in (None, "float32"))
     known = f"isn't among the models whose code was read: {', '.join(ARCHITECTURES)}"
     fall_back(
         [
             (names[0] not in ARCHITECTURES, f"{names[0]} {known}"),
             (args.quantization is not None, f"--quantization {args.quantization} makes the experts' format"),
             (dialect not in DIALECTS, f"experts in {dialect}: eprt reads {', '.join(DIALECTS)} here"),
-            (half or dtype in ("float16", "half"), "tokens in float16: eprt carries --dtype bfloat16 or float32"),
+            (half and dialect == "none", "experts in float16: eprt computes with --dtype bfloat16 or float32"),
         ]
     )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -14,12 +14,12 @@ from unittest.mock import patch
 import torch
 
 from eprt.errors import ConfigError, UsageError
-from eprt.integrations.engine.bound import BoundLayer, adopted, ids_of
+from eprt.integrations.engine.bound import BoundLayer, adopted, ids_of, run
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.vllm.parameters import INTERLEAVED, layout_of
 from eprt.integrations.vllm.routing import padding_of
 from eprt.integrations.vllm.state import PluginState
-from eprt.integrations.vllm.supported import moe_config
+from eprt.integrations.vllm.supported import moe_config, whole_part
 from eprt.rounding import ceil_div
 from eprt.tokens import TopK
 
@@ -160,8 +160,8 @@ class EprtMoEMethod:
         return padding_of(self)
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any) -> tuple[int, int]:
-        """Leaves the sizes as they are: executors pad on their own."""
-        return hidden_size, intermediate_size_per_partition
+        """Rounds up to whole scales alone: executors pad on their own."""
+        return hidden_size, whole_part(self, intermediate_size_per_partition)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         others = {name for name, _ in layer.named_parameters(recurse=False)}
@@ -195,7 +195,7 @@ class EprtMoEMethod:
         ids = ids_of(topk_ids, built.config.num_experts, None if marked is None else marked())
         counts = get_forward_context().dp_metadata if self.eprt.binding.expert_parallel else None
         rows = tokens_per_rank(counts, x.shape[0], self.moe.sp_size)
-        return built(x, TopK(ids, topk_weights.float()), tokens_per_rank=rows)
+        return run(built, x, TopK(ids, topk_weights.float()), rows)
 
     def apply_monolithic(self, *_: Any, **__: Any) -> torch.Tensor:
         raise UsageError("vLLM asked for a kernel that routes by itself; eprt gets its routing from vLLM's router")

@@ -15,6 +15,7 @@ from eprt.integrations.engine import parameters as shared
 from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, layout_in
 
 INTERLEAVED = "swigluoai"
+CUT_BETWEEN_SCALES = "GptOssMxfp4MoEMethod"  # the model's loader does; the others' cut rows alike for all ranks
 _WITHOUT_NUMBERS = {"gelu_tanh": Activation("geglu"), "relu2_no_mul": Activation("relu2")}
 
 

@@ -11,9 +11,15 @@ from typing import Any
 
 from eprt.config import MoEConfig, RuntimeConfig, WeightFormat
 from eprt.integrations.engine.balancing import BalanceConfig
-from eprt.integrations.engine.settings import checked_options, fall_back, require_whole_scales, runtime_with
-from eprt.integrations.vllm.parameters import INTERLEAVED, activation_of, layout_of
-from eprt.rounding import ceil_div
+from eprt.integrations.engine.settings import (
+    SCALE_BLOCK,
+    checked_options,
+    fall_back,
+    require_whole_scales,
+    runtime_with,
+)
+from eprt.integrations.vllm.parameters import CUT_BETWEEN_SCALES, INTERLEAVED, activation_of, layout_of
+from eprt.rounding import ceil_div, round_up
 
 OPTIONS = "eprt"  # key of `--additional-config`
 DECODE = "decode_backend"  # there, vLLM's own: DeepSeek-V4.1 and others bind the experts' kernels once layers are made
@@ -113,11 +119,17 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
         num_experts=moe.num_experts,
         top_k=moe.experts_per_token,
         hidden_size=moe.hidden_dim,
-        intermediate_size=moe.intermediate_size_per_partition,
+        intermediate_size=whole_part(method, moe.intermediate_size_per_partition),
         activation=activation_of(layer),
         bias=moe.has_bias,
         weight_format=weight_format,
     )
+
+
+def whole_part(method: Any, part: int) -> int:
+    """Returns the intermediate size of a rank's tensor-parallel part, in whole scales where vLLM's loader cuts between
+    them: of gpt-oss's 2880 rows an eighth has 384, the last one 192 and zeros, which add nothing."""
+    return round_up(part, SCALE_BLOCK["mxfp4"]) if type(method).__name__ == CUT_BETWEEN_SCALES else part
 
 
 def _weight_format(layer: Any, method: Any) -> WeightFormat:
@@ -135,7 +147,7 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (sums, "the model sums this layer's partial outputs itself"),
     ]
     fall_back(reasons)
-    part = moe.intermediate_size_per_partition
+    part = whole_part(method, moe.intermediate_size_per_partition)
     found = layout_of(method).weight_format(method, part, layer.params_dtype)
     alternating = found == "fp8_block" and layer.activation.value == INTERLEAVED
     fall_back([(alternating, "FP8 blocks over rows that alternate gate, up")])

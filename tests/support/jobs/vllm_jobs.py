@@ -116,6 +116,8 @@ def two_layers(context: Any) -> dict[str, Any]:
         vllm.context.is_padding = None
         layers[0].quant_method.process_weights_after_loading(layers[0])  # nothing was loaded since
         found["again"] = applied(layers[0], context.rank)
+        hidden, *choice = tokens(context.rank)
+        found["float16"] = layers[0].quant_method.apply(layers[0], hidden.half(), *choice, None, None)
         found["monolithic_call"] = message(lambda: layers[0].quant_method.apply_monolithic(layers[0], None, None))
         # vLLM's own: it chooses a kernel, which this machine doesn't have.
         kinds = stand_in.MoeWNA16Method, stand_in.PerTokenMethod
