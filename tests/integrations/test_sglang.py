@@ -108,16 +108,20 @@ def test_tokens_travel_to_an_idle_rank_and_back_and_a_killed_rank_is_named(
     assert re.search(rf"eprt: rank 1 exited: process {victim[1]} is gone; .* missed by rank 0", log), log[-4000:]
 
 
-@RANKS
-def test_mxfp4_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "rows", "seed"),
+    [(ONE, 256, 59), (CARRIED, 256, 59), (CUT, 96, 19)],
+    ids=["one", "two", "cut-in-a-scale"],
+)
+def test_mxfp4_tokens_are_those_of_transformers(engine: dict[str, Any], rows: int, seed: int, tmp_path: Path) -> None:
     """SGLang itself has no MXFP4 experts on CPU; transformers decodes them, in float32. Its CPU attention has no sinks:
-    the checkpoint's take no weight."""
+    the checkpoint's take no weight. Of 96 rows one rank has 64 and the other 32, and zeros."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
     from eprt.conformance.tiny_model import write_tiny_checkpoint
 
-    folder = write_tiny_checkpoint(tmp_path / "gpt-oss", num_layers=2, seed=59)
+    folder = write_tiny_checkpoint(tmp_path / "gpt-oss", num_layers=2, intermediate_size=rows, seed=seed)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         sinks = {name: torch.full_like(tensor, -1e4) for name, tensor in tensors.items() if name.endswith("sinks")}

@@ -15,7 +15,8 @@ from eprt.config import Activation, WeightFormat
 from eprt.integrations.engine import packed
 from eprt.integrations.engine import parameters as shared
 from eprt.integrations.engine.parameters import FallsBackToEngine, ParameterLayout, Parameters, layout_in
-from eprt.integrations.engine.settings import fall_back
+from eprt.integrations.engine.settings import SCALE_BLOCK, fall_back
+from eprt.rounding import round_up
 from eprt.weights import Matrix, Mxfp4
 
 
@@ -43,6 +44,15 @@ def activation_of(config: Any) -> Activation:
     raise FallsBackToEngine(f"activation {name}{'' if config.is_gated else ' without a gate'}")
 
 
+def part_of(layer: Any) -> int:
+    """Returns the intermediate size of a rank's tensor-parallel part of a FusedMoE, in whole scales where gpt-oss's
+    loader cuts between them and the parameters have the room: the last rank's end in zeros, which add nothing."""
+    part: int = layer.intermediate_size_per_partition
+    whole = round_up(part, SCALE_BLOCK["mxfp4"])
+    padded = type(layer.quant_method).__name__ == "Mxfp4MoEMethod" and 2 * layer.w2_weight.shape[-1] >= whole
+    return whole if padded else part
+
+
 def interleaved(config: Any) -> bool:
     """Returns whether rows of w13 alternate gate, up under a MoeRunnerConfig."""
     return config.gemm1_alpha is not None and getattr(config, "gate_up_interleaved", True)
@@ -65,7 +75,7 @@ def canonical(layer: Any, given: Parameters) -> Parameters:
 
 def _unpadded(layer: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Cuts rows and columns that MXFP4's method adds behind the checkpoint's own."""
-    H, I = layer.hidden_size, layer.intermediate_size_per_partition
+    H, I = layer.hidden_size, part_of(layer)
     rows = (2 if layer.moe_runner_config.is_gated else 1) * I
     sizes = {"w13_weight": (rows, H // 2), "w13_weight_scale": (rows, H // 32), "w13_bias": (rows,)}
     sizes |= {"w2_weight": (H, I // 2), "w2_weight_scale": (H, I // 32), "w2_bias": (H,)}

@@ -24,7 +24,7 @@ from eprt.integrations.engine.settings import (
     runtime_with,
     with_low_precision,
 )
-from eprt.integrations.sglang.parameters import activation_of, interleaved, keeper_of, layout_of
+from eprt.integrations.sglang.parameters import activation_of, interleaved, keeper_of, layout_of, part_of
 from eprt.models import family_for
 from eprt.models.checkpoint import CONFIG, QUANT_CONFIG, read_config
 from eprt.models.schemes import scheme_of
@@ -210,7 +210,7 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
             (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
         ]
     )
-    part, top_k = layer.intermediate_size_per_partition, layer.top_k or routed or 0
+    part, top_k = part_of(layer), layer.top_k or routed or 0
     found = layout_of(layer).weight_format(keeper_of(layer), part, layer.params_dtype)
     experts = layer.num_experts if all_to_all else layer.num_local_experts
     alternating = found == "fp8_block" and interleaved(config)

@@ -13,12 +13,14 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.quantization import mxfp4
 
     torch.tensor = _unpinned(torch.tensor)
     for graphs in ("cuda", "cpu"):  # torch_native has none; 0.5.23 asks for the latter
         setattr(AttentionBackend, f"get_{graphs}_graph_seq_len_fill_value", lambda self: 1)
     for name in ("forward_extend", "forward_decode"):
         setattr(TorchNativeAttnBackend, name, _without_sinks(getattr(TorchNativeAttnBackend, name)))
+    mxfp4.has_triton_kernels = True  # pads experts as for these kernels, which nobody calls
     # gpt-oss is refused with torch_native's name; SGLang's own backend for CPUs wants AMX.
     ATTENTION_BACKENDS["intel_amx"] = TorchNativeAttnBackend
 

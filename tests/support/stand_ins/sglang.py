@@ -76,6 +76,7 @@ def fused_moe(method: Any, config: Any, **changes: Any) -> Any:
         top_k=4,
         hidden_size=2880,
         intermediate_size_per_partition=2880,
+        w2_weight=torch.empty(64, 2880, 1472, device="meta"),  # in padding for tiles of 64
         params_dtype=torch.bfloat16,
         with_bias=True,
         should_fuse_routed_scaling_factor_in_topk=False,
