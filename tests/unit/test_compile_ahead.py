@@ -376,5 +376,3 @@ def test_how_many_processes(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.delenv(compile_ahead.PROCESSES, raising=False)
     assert [compile_ahead._processes(share) for share in (1, 0.5, 0.1)] == [16, 8, 1]
-    monkeypatch.setenv(compile_ahead.PROCESSES, "0")
-    assert compile_ahead._processes(1) == 0
