@@ -234,7 +234,7 @@ def test_a_routers_warm_up_loads_what_was_only_recorded(monkeypatch):
     assert len(loaded) >= len(found) > 3
 
 
-def test_a_kernel_that_cannot_be_compiled_is_left_to_its_first_use(monkeypatch):
+def test_a_kernel_that_cannot_be_compiled_is_left_to_its_first_use():
     """Others are compiled all the same, each once; what isn't marked is tried again."""
     wrong = Specialization(_copy_rows, (torch.int32,), {"K": 2})
     todo = [copy_of(torch.bfloat16), wrong, copy_of(torch.float32), copy_of(torch.float32)]

@@ -165,7 +165,7 @@ def test_a_closed_dispatcher_takes_no_memory(allocations):
     assert not allocations
 
 
-def test_a_launch_that_fails_leaves_its_buffer_free(allocations, monkeypatch):
+def test_a_launch_that_fails_leaves_its_buffer_free(allocations):
     def job(world):
         dispatcher = make(world)
         dispatcher.warmup()
