@@ -41,6 +41,7 @@ ACCEPTED = 66
 # Counts and placement files go by the model's own numbers, dense layers before the first MoE layer included.
 NUMBERS = {"afmoe": (1,), "deepseek_v3": (1,), "ernie4_5_vl_moe": (0, 0, 1, 1)}
 TESTED = [name for name in folders() if name not in REASONS]
+SHARD = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
 TEXT = [f"{name}:text" for name in ("dots3_note", "llama4", "qwen3_5_moe", "qwen4_exp") if name in TESTED]
 
 
@@ -101,9 +102,8 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
     with closing(spread.open_source(empty, None)) as source:
         for path, experts in source.modules.items():
             whole = source.parameters(experts)
-            shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
-            for tensor_name, found in source.own_tensors(path, whole, shard).items():
-                expected = model.get_parameter(f"{path}.{tensor_name}")[list(shard.experts)]
+            for tensor_name, found in source.own_tensors(path, whole, SHARD).items():
+                expected = model.get_parameter(f"{path}.{tensor_name}")[list(SHARD.experts)]
                 torch.testing.assert_close(found, expected, rtol=0, atol=0)
                 wanted += expected.nbytes
         assert isinstance(source, spread.CheckpointSource)
@@ -134,11 +134,10 @@ def test_an_expert_that_is_not_as_the_others(tmp_path: Path, change, said: str) 
     held = load_file(tmp_path / SINGLE)
     change(held, "model.layers.0.feed_forward.experts.3.down_proj.weight")
     save_file(held, tmp_path / SINGLE, metadata={"format": "pt"})
-    shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
     with closing(spread.open_source(load_without_experts(tmp_path), None)) as source:
         path, experts = next(iter(source.modules.items()))
         with pytest.raises(CheckpointError, match=said):
-            source.own_tensors(path, source.parameters(experts), shard)
+            source.own_tensors(path, source.parameters(experts), SHARD)
 
 
 @pytest.mark.skipif("inkling2_loop" not in TESTED, reason="transformers >= 5.24")
@@ -155,11 +154,10 @@ def test_packed_experts_are_named_by_their_dtype(tmp_path: Path) -> None:
         f"{key}_outer_scale_denominator": torch.ones(()),
     }
     save_file(held, tmp_path / SINGLE, metadata={"format": "pt"})
-    shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
     with closing(spread.open_source(load_without_experts(tmp_path, model_class=type(model)), None)) as source:
         path, experts = next(iter(source.modules.items()))
         with pytest.raises(CheckpointError, match="w13_weight' has dtype U8: expected BF16 or F32"):
-            source.own_tensors(path, source.parameters(experts), shard)
+            source.own_tensors(path, source.parameters(experts), SHARD)
 
 
 def test_a_rank_without_tokens_calls_looped_layers_once_a_pass() -> None:
@@ -183,9 +181,8 @@ def test_a_model_in_memory_whose_experts_hold_nan() -> None:
     source = spread.open_source(tiny_families.tiny_model("jamba"), None)
     path, experts = next(iter(source.modules.items()))
     experts.down_proj[3, 0, 0] = torch.nan
-    shard = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
     with pytest.raises(CheckpointError, match=r"experts\.down_proj of experts .* holds nan at \[1, 0, 0\]"):
-        source.own_tensors(path, source.parameters(experts), shard)
+        source.own_tensors(path, source.parameters(experts), SHARD)
 
 
 @pytest.mark.parametrize("name", ["afmoe", "jamba"])

@@ -258,7 +258,7 @@ def test_fields_of_the_config_and_folders_are_options_too(tmp_path: Path, option
     assert not Path("saved").exists()
 
 
-def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch) -> None:
+def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     from eprt.integrations.transformers.load import find_checkpoint
 
     revision = "0123456789abcdef0123456789abcdef01234567"

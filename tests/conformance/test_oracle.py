@@ -49,12 +49,6 @@ def test_oracle_is_the_definition(name, case):
         assert relative_error(out, by_definition(config, full, batch)) < 1e-6
 
 
-def test_an_invalid_slot_adds_nothing_whatever_its_weight():
-    config = CONFIGS["silu_f32"]
-    batches = make_batches(BY_NAME["equal-all_invalid"], 0, 2, config, torch.float32)
-    assert all(not out.any() for out in expected_outputs(config, full_weights(config), batches))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_experts_are_unlike_each_other_and_gate_is_unlike_up(name):
     config = CONFIGS[name]

@@ -212,28 +212,13 @@ def test_a_message_has_a_limit() -> None:
     played(attack)
 
 
-def _counts(path: Path) -> None:
-    write_counts(path, {0: [1, 2]})
-
-
-def _placement(path: Path) -> None:
-    PlacementFile(2, 1, {None: (0, 1)}).write(path)
-
-
-def _report(path: Path) -> None:
-    Report("layer", []).write(path)
-
-
-def _journal(path: Path) -> None:
-    Journal(path, {}, 1, []).close()
-
-
-def _plot(path: Path) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    save_figure(figure, path.with_suffix(".png"))
-
-
-WRITERS = {writer.__name__: writer for writer in (_counts, _placement, _report, _journal, _plot)}
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "counts": lambda path: write_counts(path, {0: [1, 2]}),
+    "placement": PlacementFile(2, 1, {None: (0, 1)}).write,
+    "report": Report("layer", []).write,
+    "journal": lambda path: Journal(path, {}, 1, []).close(),
+    "plot": lambda path: save_figure(pytest.importorskip("matplotlib.figure").Figure(), path),
+}
 
 
 @pytest.mark.parametrize("writer", WRITERS)

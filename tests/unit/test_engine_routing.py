@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,9 +47,6 @@ class InVllm:
         vllm_routing.take_over_gates(vllm.model_of(self.config, [self.block]))
         return self.runner.routed_experts.quant_method.eprt.layer.router is not None
 
-    def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.block.choose(hidden)
-
 
 class InSglang:
     def __init__(self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False) -> None:
@@ -60,9 +56,6 @@ class InSglang:
     def take_over(self) -> bool:
         sglang_routing.take_over_gates(nn.ModuleList([self.block]))
         return self.block.experts.quant_method.eprt.layer.router is not None
-
-    def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.block.choose(hidden)
 
 
 MODELS: list[Any] = [
@@ -88,7 +81,7 @@ def test_the_choice_is_the_engines(engine: Any, kind: Any, renormalize: bool, lo
     model = engine(kind, ReplicatedLinear(random(E, H, seed=1), None, logits), renormalize)
     assert model.take_over()
     hidden = random(T, H, seed=2)
-    weights, ids = model.choose(hidden)
+    weights, ids = model.block.choose(hidden)
     wanted, experts = by_formula(hidden, random(E, H, seed=1), renormalize, logits)
     assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
     # A logit on the edge of two bf16 numbers may be either: the sums are of float32 here, of float64 there.
@@ -101,7 +94,7 @@ def test_the_choice_is_the_engines(engine: Any, kind: Any, renormalize: bool, lo
 def test_what_vllm_records_is_what_eprt_chose() -> None:
     model = InVllm(vllm.HoldsGate, ReplicatedLinear(random(E, H, seed=1)))
     assert model.take_over()
-    _, ids = model.choose(random(T, H, seed=2))
+    _, ids = model.block.choose(random(T, H, seed=2))
     assert model.choice.recorded is not None
     assert torch.equal(model.choice.recorded, ids)
 
@@ -112,7 +105,7 @@ def test_a_bias_counts(engine: Any, kind: Any) -> None:
     bias[3] = 100
     model = engine(kind, ReplicatedLinear(random(E, H, seed=1), bias))
     assert model.take_over()
-    assert (model.choose(random(T, H, seed=2))[1] == 3).any(-1).all()
+    assert (model.block.choose(random(T, H, seed=2))[1] == 3).any(-1).all()
 
 
 @models
@@ -121,39 +114,28 @@ def test_new_weights_are_read_in_place_and_in_another_place(engine: Any, kind: A
     assert model.take_over()
     assert other.take_over()
     hidden = random(T, H, seed=2)
-    before, wanted = model.choose(hidden), other.choose(hidden)
+    before, wanted = model.block.choose(hidden), other.block.choose(hidden)
     assert not torch.equal(before[1], wanted[1])
     model.gate.weight.data.copy_(random(E, H, seed=1))
-    assert all(map(torch.equal, model.choose(hidden), wanted))
+    assert all(map(torch.equal, model.block.choose(hidden), wanted))
     model.gate.weight.data = random(E, H, seed=3)
-    assert all(map(torch.equal, model.choose(hidden), before))
-
-
-def quantised(gate: Any) -> None:
-    gate.quant_method = type("Fp8LinearMethod", (), {})()
-
-
-def another_gate(gate: Any) -> None:
-    gate.__class__ = type("ColumnParallelLinear", (ReplicatedLinear,), {})
-
-
-def bias_elsewhere(gate: Any) -> None:
-    gate.skip_bias_add = True
-
-
-def in_float32(gate: Any) -> None:
-    gate.weight.data = gate.weight.data.float()
-
-
-def packed(gate: Any) -> None:
-    gate.weight.data = torch.empty(0)
+    assert all(map(torch.equal, model.block.choose(hidden), before))
 
 
 @models
-@pytest.mark.parametrize("changed", [quantised, another_gate, bias_elsewhere, in_float32, packed])
-def test_gates_that_stay(engine: Any, kind: Any, changed: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("quant_method", type("Fp8LinearMethod", (), {})()),
+        ("__class__", type("ColumnParallelLinear", (ReplicatedLinear,), {})),
+        ("skip_bias_add", True),
+        ("weight", nn.Parameter(random(E, H, seed=1).float())),
+        ("weight", nn.Parameter(torch.empty(0))),  # packed
+    ],
+)
+def test_gates_that_stay(engine: Any, kind: Any, name: str, value: Any) -> None:
     gate = ReplicatedLinear(random(E, H, seed=1))
-    changed(gate)
+    setattr(gate, name, value)
     assert not engine(kind, gate).take_over()
 
 
@@ -164,18 +146,17 @@ def test_batch_invariant_layers_stay(engine: Any, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [vllm.HoldsGate, vllm.MLPBlock])
 @pytest.mark.parametrize(
-    ("part", "change"),
+    ("part", "name", "value"),
     [
-        ("choice", {"scoring_func": "sigmoid"}),
-        ("choice", {"__class__": type("GroupedTopKRouter", (vllm.FusedTopKRouter,), {})}),
-        ("choice", {"eplb_state": object()}),
-        ("runner", {"_fse_fuse_gate": True}),
+        ("choice", "scoring_func", "sigmoid"),
+        ("choice", "__class__", type("GroupedTopKRouter", (vllm.FusedTopKRouter,), {})),
+        ("choice", "eplb_state", object()),
+        ("runner", "_fse_fuse_gate", True),
     ],
 )
-def test_choices_that_stay_in_vllm(kind: Any, part: str, change: dict[str, Any]) -> None:
+def test_choices_that_stay_in_vllm(kind: Any, part: str, name: str, value: Any) -> None:
     model = InVllm(kind, ReplicatedLinear(random(E, H, seed=1)))
-    for name, value in change.items():
-        setattr(getattr(model, part), name, value)
+    setattr(getattr(model, part), name, value)
     assert not model.take_over()
 
 

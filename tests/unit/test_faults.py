@@ -81,20 +81,17 @@ def agents_store() -> Iterator[tuple[Interpreter, int]]:
 
 
 @pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
-def test_a_store_that_ends_before_it_is_claimed_is_named(what: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "job", "says"), [(1, jobs.loses_the_store_at_once, "torchrun's agent"), (3, jobs.outlives_the_store, "")]
+)
+def test_the_store_of_torchruns_agent_is_blamed_and_nobody_innocent(what: str, size: int, job, says: str) -> None:
+    """Also where it ends before it is claimed."""
     with agents_store() as (server, port):
-        failure = failed(jobs.loses_the_store_at_once, 1, port=port, server=server.pid, what=what)
+        failure = failed(job, size, port=port, server=server.pid, what=what)
     error, rank, why, message = verdict(failure)
-    assert (error, rank, why) == ("RankLost", -1, "store")
-    assert message.startswith("the control store ")
-    assert "torchrun's agent" in message
-
-
-@pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
-def test_the_store_of_torchruns_agent_is_blamed_and_nobody_innocent(what: str) -> None:
-    with agents_store() as (server, port):
-        failure = failed(jobs.outlives_the_store, 3, port=port, server=server.pid, what=what)
-    assert verdict(failure)[:3] == ("RankLost", -1, "store"), failure
+    assert (error, rank, why) == ("RankLost", -1, "store"), failure
+    assert message.startswith("the control store "), message
+    assert says in message
 
 
 def test_a_rank_that_goes_on_after_the_verdict_agrees_with_it() -> None:

@@ -98,7 +98,7 @@ def check(draw: random.Random, models: list[Path], folder: Path, capfd, number: 
         words += ["--max-new-tokens", "2"]
     if draw.random() < 0.7:
         words += ["--output", str(output)]
-        leave_something(draw, prompts, output, words, capfd)
+        leave_something(draw, prompts, output, words)
     before = contents(folder)
     capfd.readouterr()
     try:
@@ -123,7 +123,7 @@ def check(draw: random.Random, models: list[Path], folder: Path, capfd, number: 
     return code
 
 
-def leave_something(draw: random.Random, prompts: Path, output: Path, words: list[str], capfd) -> None:
+def leave_something(draw: random.Random, prompts: Path, output: Path, words: list[str]) -> None:
     """Puts something where answers are to go: nothing, notes, this command's own or another's answers, spoilt ones, or
     another name of the prompts."""
     match draw.randrange(8):

@@ -28,7 +28,7 @@ CONFIG = MoEConfig(num_experts=16, top_k=4, hidden_size=128, intermediate_size=3
 CAPACITY = {"flashinfer": 32, "deepep": deepep_stand_in.CAPACITY}
 KINDS = {"flashinfer": FlashInferDispatcher, "deepep": DeepEPDispatcher}
 NAMES = tuple(KINDS)
-E, L = CONFIG.num_experts, CONFIG.num_experts // SIZE
+E = CONFIG.num_experts
 WITHOUT_2 = [True, True, False, True]
 
 

@@ -64,14 +64,10 @@ class TestHealthy:
         assert [pool.run(jobs.total) for _ in range(2)] == [[10] * 4] * 2
         assert pool.run(jobs.pid) == pids == pool.pids
 
-    def test_two_pools_at_once(self, pool):
+    def test_the_cache_lives_from_job_to_job_beside_another_pool(self, pool):
         with WorldPool(2) as other:
-            assert other.run(jobs.total) == [3, 3]
-            assert pool.run(jobs.total) == [10] * 4
-
-    def test_the_cache_lives_from_job_to_job(self):
-        with WorldPool(2) as pool:
-            assert [pool.run(jobs.remembers) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+            assert [other.run(jobs.remembers) for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+            assert [other.run(jobs.total), pool.run(jobs.total)] == [[3] * 2, [10] * 4]
 
     def test_worlds_that_were_not_used_lately_are_closed_with_what_is_theirs(self):
         """But for the first, which the others' groups come from."""
@@ -197,12 +193,6 @@ def test_a_rank_that_dies_between_jobs_is_found_by_the_next(pool):
 def test_a_result_that_cannot_travel_is_a_failure_with_its_reason(pool):
     with pytest.raises(WorldFailed, match=r"PicklingError|AttributeError"):
         pool.run(jobs.unpicklable)
-
-
-def test_launch_is_a_world_for_one_job():
-    assert launch(jobs.total, 2) == [3, 3]
-    with pytest.raises(WorldFailed):
-        launch(jobs.fault, 2, timeout_s=LIMIT_S, kind="raises", victim=1)
 
 
 @pytest.mark.parametrize(("size", "device"), [(0, "cpu"), (2, "tpu"), (1000, "cuda")])

@@ -79,6 +79,12 @@ def transposed(loaded: Loaded) -> Loaded:
     return loaded
 
 
+def up_first() -> Loaded:
+    loaded = layouts.dense(torch.bfloat16)
+    loaded.method.load_up_proj_weight_first = True
+    return loaded
+
+
 def schemed(loaded: Loaded, name: str, **scheme: Any) -> Loaded:
     """As methods of SGLang that leave parameters to a scheme keep them; columns' numbers are for its own kernels."""
     loaded.method, loaded.scheme = named("CompressedTensorsFusedMoEMethod"), named(name, **scheme)
@@ -174,17 +180,11 @@ def test_biases_that_the_model_has_not_got_are_dropped() -> None:
         (lambda: gptq(group_size=256), {}, "a scale for 256 inputs"),
         (lambda: awq(zero_point=False), {}, "AWQ without zero points"),
         (lambda: schemed(layouts.w4a4_nvfp4(), "CompressedTensorsW4A4Nvfp4MoE"), {}, "CompressedTensorsW4A4Nvfp4MoE"),
+        (up_first, {"with_bias": False}, "rows of up"),
     ],
 )
-def test_packed_experts_that_are_left_to_sglang(loaded: Any, change: dict[str, Any], reason: str) -> None:
+def test_experts_that_are_left_to_sglang(loaded: Any, change: dict[str, Any], reason: str) -> None:
     layer = made(loaded())
     vars(layer).update(change)
     with pytest.raises(FallsBackToEngine, match=reason):
         supported.moe_config(layer, all_to_all=False)
-
-
-def test_rows_of_up_in_front_of_the_gates_are_left_to_sglang() -> None:
-    loaded = layouts.dense(torch.bfloat16)
-    loaded.method.load_up_proj_weight_first = True
-    with pytest.raises(FallsBackToEngine, match="rows of up"):
-        supported.moe_config(made(loaded, with_bias=False), all_to_all=False)

@@ -89,9 +89,9 @@ def make_flat(
     return FlatTokens(Payload.plain(hidden.to(device, dtype)), ids.to(device), weights.to(device), E, every_row_read)
 
 
-def make_expert_major(flat: FlatTokens, shard: ExpertShard, spare: int = 2) -> ExpertMajorTokens:
-    """The same rows as slabs with `spare` rows too many; rows past the counts alternate between NaN and infinity."""
-    M = flat.num_rows + spare
+def make_expert_major(flat: FlatTokens, shard: ExpertShard) -> ExpertMajorTokens:
+    """The same rows as slabs with two rows too many; rows past the counts alternate between NaN and infinity."""
+    M = flat.num_rows + 2
     slabs, _ = expert_major_from_flat(flat, shard, M)
     past = torch.arange(M)[None, :] >= slabs.counts[:, None]
     data = slabs.hidden.data.clone()

@@ -44,18 +44,18 @@ def random(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def all_experts(config, seed=0, growth=1.5):
+def all_experts(config, growth=1.5):
     """Up is three times gate, expert e scaled by 1 + e / 4; every 128 x 128 block is `growth` times the one before."""
     E, H, I, parts = config.num_experts, config.hidden_size, config.intermediate_size, config.activation.parts
     expert = 1 + torch.arange(E, device=DEVICE)[:, None, None] / 4
-    gate_up = random(E, parts * I, H, seed=seed) * 2 * H**-0.5
+    gate_up = random(E, parts * I, H, seed=0) * 2 * H**-0.5
     gate_up[:, (parts - 1) * I :] *= 3
-    down = random(E, H, I, seed=seed + 1) * I**-0.5 * expert
+    down = random(E, H, I, seed=1) * I**-0.5 * expert
     for matrix in (gate_up, down):
         for block in range(1, -(-matrix.shape[2] // 128)):
             matrix[:, :, block * 128 :] *= growth
         matrix[:, 128:] *= growth
-    bias = (random(E, parts * I, seed=seed + 2), random(E, H, seed=seed + 3) * 3) if config.bias else (None, None)
+    bias = (random(E, parts * I, seed=2), random(E, H, seed=3) * 3) if config.bias else (None, None)
     form = config.weight_format
     return ExpertWeights(encode(form, gate_up, parts), encode(form, down, 1), *bias)
 

@@ -11,8 +11,8 @@ CHAT = (
 )
 
 
-def write_tokenizer(folder: Path, vocabulary: int) -> int:
-    """Adds a tokenizer to a checkpoint; returns the number of its characters, the ids from there on have no text."""
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Adds a tokenizer to a checkpoint; ids behind its characters have no text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,8 +25,3 @@ def write_tokenizer(folder: Path, vocabulary: int) -> int:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=names[-1])
     fast.chat_template = CHAT
     fast.save_pretrained(folder)
-    return len(characters)
-
-
-def ids_of(text: str) -> list[int]:
-    return [ord(character) - FIRST for character in text]

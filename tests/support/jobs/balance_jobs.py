@@ -87,10 +87,10 @@ def different_placements(context):
     return said(lambda: build(context.world(), range(E) if context.rank != 1 else reversed(range(E))))
 
 
-def running_loop(context, placements, *, steps, every, executor, phase="prefill", moe_tp_size=1, num_layers=2):
+def running_loop(context, placements, *, steps, every, executor, moe_tp_size=1, num_layers=2):
     """(steps with a wrong row, number of rebalances, longest pause, slots moved) of a loop."""
     world = context.world(moe_tp_size=moe_tp_size)
-    layers = [build(world, placements[0], layer=n, executor=executor, phase=phase) for n in range(num_layers)]
+    layers = [build(world, placements[0], layer=n, executor=executor) for n in range(num_layers)]
     addresses = [t.data_ptr() for layer in layers for t in layer.executor.slot_tensors().values()]
     wrong, moves = 0, []
     for step in range(steps):

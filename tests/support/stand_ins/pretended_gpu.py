@@ -20,6 +20,7 @@ DEVICE = torch.device("cuda", 77)  # Triton and our own caches keep kernels for 
 _STREAM = SimpleNamespace(cuda_stream=7, device=DEVICE, wait_stream=lambda _: None)
 _PROPERTIES = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "randn", "rand", "randint", "randperm")
+_FACTORIES += ("empty_like", "zeros_like", "ones_like", "full_like")
 _METHODS = ("new_empty", "new_zeros", "new_ones", "new_full")
 
 
@@ -105,8 +106,6 @@ def _pretend_tensors(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(owner, name, make, raising=False)
 
     for name in _FACTORIES:
-        on_the_host(torch, name)
-    for name in ("empty_like", "zeros_like", "ones_like", "full_like"):
         on_the_host(torch, name)
     for name in _METHODS:
         on_the_host(torch.Tensor, name)
