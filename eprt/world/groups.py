@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.json_files import shown
-from eprt.world.addresses import is_loopback, unresolved
+from eprt.world.addresses import family_of, is_loopback, resolve
 from eprt.world.guard import Guard
 from eprt.world.process import at_exit_leave, boot_id, bounded, number_of, restarts
 from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet, require_files
@@ -164,7 +164,7 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: st
         store = bounded(lambda: _job_store(rank, size, timeout_s), timeout_s + 1.0)
     except (TimeoutError, dist.DistError) as error:
         where = f"the control store at {address}:{os.environ['MASTER_PORT']}"
-        if why := unresolved(address):
+        if why := resolve(address)[1]:
             message = f"{where}: MASTER_ADDR={shown(address)} resolves to nothing on this host ({why})"
         elif hosts_store(rank) and int(os.environ["MASTER_PORT"]) not in _SERVED:
             why = one_block(str(error).partition("\n")[0])
@@ -367,19 +367,10 @@ def _job_store(rank: int, size: int, timeout_s: float) -> dist.TCPStore:
 
 def _loopback_listener(address: str, port: int) -> int | None:
     """Returns a listening socket for a store that only this host reaches, or None: torch then listens everywhere."""
-    try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+    found, _ = resolve(address)
+    if not found or not all(map(is_loopback, found)):
         return None
-    if not all(is_loopback(str(entry[4][0])) for entry in found):
-        return None
-    family, kind, _, _, where = found[0]
-    listener = socket.socket(family, kind)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(1024)
+        return socket.create_server((found[0], port), family=family_of(found[0]), backlog=1024).detach()
     except OSError:  # taken: torch finds its own server of this process, or says so
-        listener.close()
         return None
-    return listener.detach()
