@@ -22,7 +22,7 @@ from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.json_files import shown
 from eprt.world.addresses import family_of, is_loopback, resolve
 from eprt.world.guard import Guard
-from eprt.world.process import at_exit_leave, boot_id, bounded, number_of, restarts
+from eprt.world.process import at_exit_leave, bounded, number_of, restarts
 from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet, require_files
 from eprt.world.termination import AGENT
 
@@ -73,12 +73,6 @@ def joins_torchrun() -> bool:
 def hosts_store(rank: int) -> bool:
     """Returns whether this process serves the store: rank 0 does where no torchrun agent does."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def host_number() -> int:
-    """Returns a number that is equal for the processes of one host, or of one container if that has its own name."""
-    name = f"{socket.gethostname()} {boot_id()}"
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
 @contextmanager
