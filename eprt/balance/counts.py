@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
         WorldMismatch: other layers on some ranks.
     """
     with shared_errors(world, Header("rebalance", -1, 3)):
-        require_each("gather_load", layers, ExpertParallelMoE)
+        require_kinds(gather_load, {"layers": layers})
         sizes = sorted({layer.config.num_experts for layer in layers})
         if len(sizes) != 1:
             found = f"layers of {' and '.join(map(str, sizes))} experts" if sizes else "no layer"
@@ -45,12 +45,6 @@ def gather_load(world: World, layers: Sequence[ExpertParallelMoE]) -> torch.Tens
     every = own.new_empty((world.size * own.shape[0], own.shape[1]))
     world.all_gather(every, own)
     return every.view(world.size, *own.shape).sum(0).cpu()
-
-
-def require_each(what: str, given: object, kind: type) -> None:
-    """Raises ConfigError unless `given` is a sequence of that kind."""
-    if not isinstance(given, Iterable) or not isinstance(given, Sized) or not all(isinstance(x, kind) for x in given):
-        raise ConfigError(f"{what} got {shown(given)}: expected a sequence of {kind.__name__}")
 
 
 def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from operator import itemgetter
 
 import torch
 
-from eprt.balance.counts import require_each
 from eprt.errors import CapacityError, ConfigError, UnsupportedError, UsageError, WorldMismatch
 from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
@@ -90,7 +89,7 @@ def rebalance(
         RankLost: a peer is gone. Where that is found after the last rank had agreed to swap, this one may have swapped.
     """
     with shared_errors(world, Header("rebalance", -1, 0)):
-        require_kinds(rebalance, {"most_bytes": most_bytes})
+        require_kinds(rebalance, {"layers": layers, "placements": placements, "most_bytes": most_bytes})
         world.require_whole("rebalance")
         _require_movable(world, layers, placements)
         move = _Move(world, layers, placements, most_bytes)
@@ -197,8 +196,6 @@ class _Move:
 def _require_movable(world: World, layers: Sequence[ExpertParallelMoE], placements: Sequence[ExpertPlacement]) -> None:
     """Raises ConfigError, UsageError, UnsupportedError."""
     world.require_open()
-    require_each("rebalance", layers, ExpertParallelMoE)
-    require_each("rebalance", placements, ExpertPlacement)
     if world.current_step is not None:
         raise UsageError(f"rebalance inside step {world.current_step.number}: leave the step first")
     if len(layers) != len(placements):

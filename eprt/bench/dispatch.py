@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from eprt.bench.baselines import baselines
 from eprt.bench.report import Report, Row, p50_p99, percentile, slowest
-from eprt.bench.timing import first_samples, reason_of, samples, world_of
+from eprt.bench.timing import first_samples, or_reason, samples, world_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch, chosen_ids
 from eprt.conformance.oracle import relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, dispatcher_spec, make_dispatcher
-from eprt.errors import ConfigError, EprtError, UnsupportedError
+from eprt.errors import ConfigError, UnsupportedError
 from eprt.ranks.process import RankContext
 from eprt.rounding import round_up
 from eprt.support import Device
@@ -55,6 +55,10 @@ class DispatchCase:
     def __str__(self) -> str:
         return f"{self.transport}, hidden {self.hidden}, {self.tokens} tokens per rank"
 
+    @property
+    def what(self) -> str:
+        return f"{self.transport}, hidden {self.hidden}, top-{self.top_k}"
+
     def config(self, ranks: int) -> MoEConfig:
         """Returns the layer, of as many experts on each rank."""
         return MoEConfig(round_up(NUM_EXPERTS, ranks), self.top_k, self.hidden, intermediate_size=128)
@@ -79,11 +83,10 @@ class DispatchTimes:
     """One rank's result.
 
     Attributes:
-        samples: microseconds a round; empty if the transport can't do it.
+        samples: microseconds a round.
         rows_to: tokens that this rank must send to each rank.
         error: against x * sum(weights), of one call before the measurement; None where the call doesn't return that.
         graph: measured in a CUDA graph.
-        refused: what there are no samples of, and why.
         dispatch: microseconds of dispatch alone, a round: tokens encoded, sent and arrived. Empty for baselines.
     """
 
@@ -91,7 +94,6 @@ class DispatchTimes:
     rows_to: list[int]
     error: float | None = None
     graph: bool = False
-    refused: str = ""
     dispatch: list[float] = field(default_factory=list)
 
 
@@ -106,6 +108,7 @@ def _baselines() -> dict[str, Any]:
     return {} if found is None else found.TRANSPORTS
 
 
+@or_reason
 def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
     """Measures this rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
@@ -117,11 +120,7 @@ def measure_dispatch(context: RankContext, case: DispatchCase) -> DispatchTimes:
     owner = ids // (config.num_experts // world.size)
     rows_to = [int((owner == rank).any(1).sum()) for rank in range(world.size)]
     measure = _measure_baseline if case.transport in _baselines() else _measure_dispatcher
-    try:
-        return measure(world, case, Batch(hidden, topk), rows_to)
-    except EprtError as error:
-        where = f"{case.transport}, hidden {case.hidden}, top-{case.top_k}"
-        return DispatchTimes([], rows_to, refused=f"{where}: {reason_of(error)}")
+    return measure(world, case, Batch(hidden, topk), rows_to)
 
 
 def _measure_dispatcher(world: World, case: DispatchCase, batch: Batch, rows_to: list[int]) -> DispatchTimes:

@@ -14,9 +14,9 @@ import torch
 
 from eprt.bench.experts import SHAPES, random_experts, random_linear, random_router, require_shapes
 from eprt.bench.report import Row, p50_p99
-from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, reason_of, samples, world_of
+from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, or_reason, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
-from eprt.errors import ConfigError, EprtError, UnsupportedError
+from eprt.errors import ConfigError, UnsupportedError
 from eprt.graphs.recording import refusal
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
@@ -53,6 +53,10 @@ class LayerCase:
         return f"{self.shape}, tokens per rank {self.tokens}, {self.dispatcher} + {self.executor}"
 
     @property
+    def what(self) -> str:
+        return f"{self.shape}, {self.dispatcher} + {self.executor}"
+
+    @property
     def activations(self) -> str:
         return "fp8" if self.low_precision_activations else "bf16"
 
@@ -81,12 +85,10 @@ class LayerFound:
             `layer` and `by_hand`, the host's time of the layer's call and of the same steps called directly (on CPU
             with its work, on CUDA what the host needs to issue it); `layer_graph` and `by_hand_graph` where they can be
             captured.
-        refused: why there are none.
     """
 
     pair: str
     times: list[dict[str, list[float]]]
-    refused: str = ""
 
 
 def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], list[str]]:
@@ -95,27 +97,24 @@ def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], 
     try:
         plan = make_plan(case.config, world.parallel, case.runtime, Device.of(world.device))
     except UnsupportedError as error:
-        return [], [reason_of(error)]
+        return [], [str(error)]
     works = [c for c in plan.candidates if c.support]
     cases = [replace(case, dispatcher=c.dispatcher, executor=c.executor, token_format=c.token_format) for c in works]
     return cases, [f"{c.dispatcher} + {c.executor}: {c.support.reason}" for c in plan.candidates if not c.support]
 
 
+@or_reason
 def measure_layer(context: RankContext, case: LayerCase) -> LayerFound:
     """Measures this rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
     torch.manual_seed(world.rank)
-    pair = f"{case.dispatcher} + {case.executor}"
+    layer = random_layer(case.config, world, case.runtime)
     try:
-        layer = random_layer(case.config, world, case.runtime)
+        world.warmup(layer)
         pair = f"{layer.plan.dispatcher} + {layer.plan.executor}"
-        try:
-            world.warmup(layer)
-            return LayerFound(pair, [_measured(layer, count) for count in case.tokens])
-        finally:
-            layer.close()
-    except EprtError as error:
-        return LayerFound(pair, [], f"{case.shape}, {pair}: {reason_of(error)}")
+        return LayerFound(pair, [_measured(layer, count) for count in case.tokens])
+    finally:
+        layer.close()
 
 
 def _measured(layer: ExpertParallelMoE, tokens: int) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ experts. Both layers hold the same experts, so their outputs must agree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -16,10 +16,9 @@ from eprt.bench.experts import random_experts
 from eprt.bench.layer import LayerCase, graph_safe, rows_per_expert
 from eprt.bench.report import Row, p50_p99, percentile, slowest
 from eprt.bench.routings import RoutedLayer, demand_of
-from eprt.bench.timing import reason_of, samples, world_of
+from eprt.bench.timing import or_reason, samples, world_of
 from eprt.config import RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
-from eprt.errors import EprtError
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import DECODE_TOKENS
@@ -51,6 +50,10 @@ class PlacedCase(LayerCase):
     slots: tuple[int, ...]
 
     @property
+    def what(self) -> str:
+        return f"{self.shape}, {self.tokens[0]} tokens per rank"
+
+    @property
     def phase(self) -> Literal["decode", "prefill"]:
         return "decode" if max(self.tokens) <= DECODE_TOKENS else "prefill"
 
@@ -67,15 +70,15 @@ class PlacedTimes:
         error: of the two layers' outputs against each other.
     """
 
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    predicted: dict[str, float] = field(default_factory=dict)
-    imbalance: dict[str, float] = field(default_factory=dict)
-    pair: str = ""
-    graph: bool = False
-    error: float = 0.0
-    refused: str = ""
+    samples: dict[str, list[float]]
+    predicted: dict[str, float]
+    imbalance: dict[str, float]
+    pair: str
+    graph: bool
+    error: float
 
 
+@or_reason
 def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
     """Measures this rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
@@ -88,8 +91,6 @@ def measure_placed(context: RankContext, case: PlacedCase) -> PlacedTimes:
             runtime = replace(runtime, dispatcher=plan.dispatcher, executor=plan.executor)
         world.warmup(*layers.values())
         return _measured(world, case, layers)
-    except EprtError as error:
-        return PlacedTimes(refused=f"{case.shape}, {case.tokens[0]} tokens per rank: {reason_of(error)}")
     finally:
         for layer in layers.values():
             layer.close()

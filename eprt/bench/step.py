@@ -70,15 +70,11 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepFound:
-    """One rank's result for a model; `pair` is "dispatcher + executor", `notes` say what was left out, and why.
-
-    A model is never `refused` as a whole: where its layers can't be built, the bench ends.
-    """
+    """One rank's result for a model; `pair` is "dispatcher + executor", `notes` say what was left out, and why."""
 
     times: list[StepTimes]
     pair: str
     notes: list[str]
-    refused: str = ""
 
 
 class _Batch:
@@ -137,7 +133,8 @@ def make_model(published: dict[str, Any], device: torch.device) -> Any:
 
 
 def measure_step(context: RankContext, case: StepCase) -> StepFound:
-    """Measures this rank's share of one model. Collective; a job for `WorldPool.run`."""
+    """Measures this rank's share of one model. Collective; a job for `WorldPool.run`. Where the model's layers can't be
+    built, the bench ends."""
     world = world_of(context)
     torch.manual_seed(world.rank)
     with torch.no_grad():

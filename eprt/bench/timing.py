@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +24,7 @@ from eprt.timing import host_stopwatch
 from eprt.world import World
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 WARM_ROUNDS = 3  # of a call, not counted
 _WARM_REPLAYS = 20  # a GPU that was idle takes some milliseconds of work to reach its clocks
@@ -35,12 +37,20 @@ def world_of(context: RankContext) -> World:
     return context.world(timeout_s=BEHIND_TIMEOUT_S)
 
 
-def reason_of(error: EprtError) -> str:
-    """Returns the first line of an error, as the reason for a note; of what can't run all lines, one for each pair.
-    Raises a lost rank again: that ends the run."""
-    if isinstance(error, RankLost):
-        raise error
-    return str(error) if isinstance(error, UnsupportedError) else str(error).splitlines()[0]
+def or_reason(job: Callable[P, T]) -> Callable[P, T | str]:
+    """Lets a job return why it can't measure something: the first line of an EprtError, or all of what can't run, one
+    for each pair. A lost rank still ends the run."""
+
+    @wraps(job)
+    def measured(*args: P.args, **kwargs: P.kwargs) -> T | str:
+        try:
+            return job(*args, **kwargs)
+        except RankLost:
+            raise
+        except EprtError as error:
+            return str(error) if isinstance(error, UnsupportedError) else str(error).splitlines()[0]
+
+    return measured
 
 
 def settle(world: World) -> None:

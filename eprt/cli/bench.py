@@ -129,14 +129,14 @@ def measured(
     """Fills a report case by case by `job(context, case=...)` on all ranks, stores it after each, and shows progress.
 
     Args:
-        rows_of: the rows and notes of a case, from the ranks' results; not asked where a rank `refused` it.
+        rows_of: the rows and notes of a case, from the ranks' results; not asked where one says why not (`or_reason`).
     """
     store = keep(arguments, terminal)
     with terminal.progress(f"bench {report.bench}", len(cases)) as advance:
         for case in cases:
             by_rank = workers.run(job, case=case)
-            refused = next((rank.refused for rank in by_rank if rank.refused), "")
-            report.add([refused] if refused else rows_of(case, by_rank))
+            reason = next((rank for rank in by_rank if isinstance(rank, str)), "")
+            report.add([f"{case.what}: {reason}"] if reason else rows_of(case, by_rank))
             store(report)
             advance(str(case))
     return report

@@ -15,14 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from eprt.errors import ConfigError
+from eprt.errors import ConfigError, aligned
 from eprt.json_files import finite
 from eprt.ranks.scratch import Scratch
 
 NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
 _CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-_WIDEST = 100_000  # columns of text: a table is the same wherever it is printed
 
 # One column of a table: the row's key or attribute, with a format if one is needed ("us:.0f"), or two of them to show
 # both ("p50/p99:.1f"); or a function of the row.
@@ -201,20 +200,13 @@ def _cell(row: Any, column: Column) -> str:
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns the lines of a table, of any width; columns of numbers are right-aligned."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    """Returns the lines of a table; columns of numbers are right-aligned."""
+    columns: list[list[str]] = []
     for name, *cells in zip(header, *rows, strict=True):
         numbers = bool(cells) and all(re.match(r"-?[\d,]*\.?\d|-?$", cell) for cell in cells)
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(width=_WIDEST, markup=False, emoji=False, highlight=False, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        width = max(map(len, (name, *cells))) if numbers else 0
+        columns.append([cell.rjust(width) for cell in (name, *cells)])
+    return aligned(list(zip(*columns, strict=True)))
 
 
 @contextmanager
@@ -240,13 +232,6 @@ def stdout_of_our_own() -> Iterator[None]:
         os.close(kept)
 
 
-class _Harmless(logging.Formatter):
-    """Formats records whose words may come from a file or a peer."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return harmless(super().format(record))
-
-
 def configure_logging() -> None:
     """Gives the logger `eprt` a handler, at the level of EPRT_LOG (default WARNING). Leaves the root logger alone.
 
@@ -259,7 +244,7 @@ def configure_logging() -> None:
     size = os.environ.get("WORLD_SIZE", "1")
     prefix = f"[rank {os.environ.get('RANK', '0')}/{size}] " if size != "1" else ""
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(_Harmless(f"{prefix}%(levelname)s %(name)s: %(message)s"))
+        handler, form = logging.StreamHandler(), logging.Formatter(f"{prefix}%(levelname)s %(name)s: %(message)s")
+        handler.format = lambda record: harmless(form.format(record))  # words may come from a file or a peer
         logger.addHandler(handler)
     logger.setLevel(name)

@@ -19,7 +19,7 @@ from eprt.bench.dispatch import DispatchCase, DispatchTimes, measure_dispatch
 from eprt.bench.experts import random_experts
 from eprt.bench.report import Report, percentile, provenance, slowest
 from eprt.bench.routings import sampled_tokens
-from eprt.bench.timing import reason_of, world_of
+from eprt.bench.timing import or_reason, world_of
 from eprt.cli.arguments import Tune
 from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
@@ -27,7 +27,7 @@ from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, DispatcherSpec
-from eprt.errors import ConfigError, EprtError, UnsupportedError
+from eprt.errors import ConfigError, UnsupportedError
 from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec, make_executor
 from eprt.files import write_whole
 from eprt.models.published import model_config
@@ -111,31 +111,33 @@ def _measure(
 def _attempt(
     workers: Ranks, part: Part, config: MoEConfig, tokens: tuple[int, ...], left_s: float, limit_s: float
 ) -> tuple[list[Any], str]:
-    """Returns what the ranks measure, and a note if the part was cut."""
+    """Returns what the ranks measure, nothing where one refuses it, and a note if the part was cut."""
     if left_s <= LEAST_S:
         return [], f"{part}: not begun, the time was over"
+    job, wanted = measure_dispatch, {"case": part.case}
+    if part.case is None:
+        job, wanted = measure_experts, {"name": part.name, "config": config, "tokens": tokens, "seconds": 0.8 * limit_s}
     try:
-        if part.case is not None:
-            return workers.run(measure_dispatch, within_s=limit_s, case=part.case), ""
-        wanted = {"name": part.name, "config": config, "tokens": tokens, "seconds": 0.8 * limit_s}
-        by_rank = workers.run(measure_experts, within_s=limit_s, **wanted)
+        by_rank = workers.run(job, within_s=limit_s, **wanted)
     except WorldFailed as failed:
         if not failed.late:
             raise
         return [], f"{part}: ended after {limit_s:.0f} s"
-    return by_rank, _missing(part, by_rank, len(tokens))
+    if any(isinstance(rank, str) for rank in by_rank):
+        return [], ""
+    return by_rank, "" if part.case is not None else _missing(part, by_rank, len(tokens))
 
 
 def _missing(part: Part, by_rank: list[ExpertTimes], wanted: int) -> str:
     """Returns a note if an executor had no time for all numbers of tokens."""
-    had = min(len(rank.us) for rank in by_rank)
-    complete = had == wanted or any(rank.refused for rank in by_rank)
-    return "" if complete else f"{part}: {had} of {wanted} numbers of tokens"
+    had = min(map(len, by_rank))
+    return "" if had == wanted else f"{part}: {had} of {wanted} numbers of tokens"
 
 
 # ---- rows of the plan -------------------------------------------------------------------------------------------
 
 Time = tuple[dict[str, Any], str, float]  # the sizes that identify a row, a backend's name, its microseconds
+ExpertTimes = dict[int, float]  # microseconds by number of all ranks' tokens
 
 
 def _table(kind: str, sm: int, times: Iterable[Time]) -> dict[str, Any]:
@@ -149,20 +151,19 @@ def _table(kind: str, sm: int, times: Iterable[Time]) -> dict[str, Any]:
 
 
 def _dispatch_times(ranks: int, part: Part, by_rank: list[DispatchTimes]) -> Iterator[Time]:
-    """Yields a dispatcher's time, the slowest rank's median round, unless a rank refused it."""
-    case = part.case
-    if case is not None and all(rank.samples for rank in by_rank):
+    """Yields a dispatcher's time, the slowest rank's median round."""
+    if (case := part.case) is not None:
         sizes = {"payload": case.payload, "ranks": ranks, "hidden": case.hidden, "top_k": case.top_k}
         us = percentile(slowest([rank.samples for rank in by_rank]), 50)
         yield {**sizes, "tokens": case.tokens}, part.name, us
 
 
 def _experts_times(config: MoEConfig, ranks: int, part: Part, by_rank: list[ExpertTimes]) -> Iterator[Time]:
-    """Yields an executor's times, the slowest rank's, unless a rank refused it."""
-    if part.case is None and not any(rank.refused for rank in by_rank):
+    """Yields an executor's times, the slowest rank's."""
+    if part.case is None:
         sizes = sizes_of_experts(config, config.num_experts // ranks)
-        for count in sorted(set(by_rank[0].us).intersection(*(rank.us for rank in by_rank))):
-            yield {**sizes, "tokens": count}, part.name, max(rank.us[count] for rank in by_rank)
+        for count in sorted(set(by_rank[0]).intersection(*by_rank)):
+            yield {**sizes, "tokens": count}, part.name, max(us[count] for us in by_rank)
 
 
 def _store(path: Path, tables: list[dict[str, Any]]) -> None:
@@ -240,40 +241,27 @@ def elapsed(context: RankContext, since: float) -> float:
     return time.monotonic() - since
 
 
-@dataclass(frozen=True)
-class ExpertTimes:
-    """One rank's microseconds by number of all ranks' tokens, or why there are none.
-
-    Numbers for which no time was left are missing.
-    """
-
-    us: dict[int, float]
-    refused: str = ""
-
-
+@or_reason
 def measure_experts(
     context: RankContext, name: str, config: MoEConfig, tokens: Sequence[int], seconds: float = math.inf
 ) -> ExpertTimes:
     """Measures this rank's experts by one executor, on all ranks at once. A job for `WorldPool.run`.
 
     Args:
-        seconds: after which no number of tokens is begun.
+        seconds: after which no number of tokens is begun, and is missing in the result.
     """
     world, start = world_of(context), time.monotonic()
     device, spec, runtime = Device.of(world.device), executor_spec(name), RuntimeConfig()
     kept = replace(config, weight_format="bf16") if config.weight_format in spec.decodes else config
     if not (verdict := spec.supports(kept, world.parallel, runtime, device, "bf16")):
-        return ExpertTimes({}, verdict.reason)
-    try:
-        shard = ExpertPlacement(kept.num_experts, world.parallel).shard(world.rank)
-        weights = random_experts(kept, shard.num_local_experts, world.device)
-        executor = make_executor(name, kept, shard, weights, world.device, runtime, token_format="flat")
-        del weights
-        executor.warmup(max(tokens))
-        begun = (count for count in tokens if time.monotonic() - start < seconds)
-        return ExpertTimes({count: _time(executor, kept, count, world.device) for count in begun})
-    except EprtError as error:
-        return ExpertTimes({}, reason_of(error))
+        raise UnsupportedError(verdict.reason)
+    shard = ExpertPlacement(kept.num_experts, world.parallel).shard(world.rank)
+    weights = random_experts(kept, shard.num_local_experts, world.device)
+    executor = make_executor(name, kept, shard, weights, world.device, runtime, token_format="flat")
+    del weights
+    executor.warmup(max(tokens))
+    begun = (count for count in tokens if time.monotonic() - start < seconds)
+    return {count: _time(executor, kept, count, world.device) for count in begun}
 
 
 def _time(executor: Callable[..., torch.Tensor], config: MoEConfig, count: int, device: torch.device) -> float:

@@ -24,11 +24,7 @@ def listen(members: list[Member]) -> socket.socket:
     """
     alone = len({(member.boot, member.net) for member in members}) == 1
     address = "127.0.0.1" if alone else own_address()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(len(members) + 16)
-    return listener
+    return socket.create_server((address, 0), family=family_of(address), backlog=len(members) + 16)
 
 
 def named_interface() -> str:
@@ -55,7 +51,7 @@ def own_address() -> str:
             f"{', '.join(_addresses())}"
         )
     host = socket.gethostname()
-    named = _resolve(host)
+    named, _ = resolve(host)
     towards = _towards(os.environ.get("MASTER_ADDR", ""))
     if not named or is_loopback(named[0]):  # gloo takes the first
         what = f"to {named[0]}, which no other host reaches" if named else "to nothing"
@@ -67,30 +63,21 @@ def own_address() -> str:
     return towards or named[0]
 
 
-def unresolved(host: str) -> str:
-    """Returns why a host's name has no address, "" if it has one."""
+def resolve(host: str) -> tuple[list[str], str]:
+    """Returns the addresses of a host's name, and why there are none."""
     try:
-        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)], ""
     except OSError as error:
-        return str(error.strerror or error)
+        return [], str(error.strerror or error)
     except UnicodeError as error:  # no name of DNS: a label is empty, or too long
-        return str(error)
-    return ""
-
-
-def _resolve(host: str) -> list[str]:
-    try:
-        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except (OSError, UnicodeError):
-        return []
+        return [], str(error)
 
 
 def _towards(host: str) -> str | None:
     """Returns this host's address on the way to another; None where there is no way, or it is loopback."""
-    for address in _resolve(host) if host else []:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for address in resolve(host)[0] if host else []:
         try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
                 probe.connect((address, 9))  # sends nothing
                 found = str(probe.getsockname()[0])
         except OSError:
@@ -98,6 +85,10 @@ def _towards(host: str) -> str | None:
         if not is_loopback(found):
             return found
     return None
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_loopback(address: str) -> bool:

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError, EprtError, RankLost, one_block
 from eprt.json_files import shown
-from eprt.world.addresses import is_loopback, unresolved
+from eprt.world.addresses import family_of, is_loopback, resolve
 from eprt.world.guard import Guard
-from eprt.world.process import at_exit_leave, boot_id, bounded, number_of, restarts
+from eprt.world.process import at_exit_leave, bounded, number_of, restarts
 from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet, require_files
 from eprt.world.termination import AGENT
 
@@ -73,12 +73,6 @@ def joins_torchrun() -> bool:
 def hosts_store(rank: int) -> bool:
     """Returns whether this process serves the store: rank 0 does where no torchrun agent does."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def host_number() -> int:
-    """Returns a number that is equal for the processes of one host, or of one container if that has its own name."""
-    name = f"{socket.gethostname()} {boot_id()}"
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
 @contextmanager
@@ -164,7 +158,7 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: st
         store = bounded(lambda: _job_store(rank, size, timeout_s), timeout_s + 1.0)
     except (TimeoutError, dist.DistError) as error:
         where = f"the control store at {address}:{os.environ['MASTER_PORT']}"
-        if why := unresolved(address):
+        if why := resolve(address)[1]:
             message = f"{where}: MASTER_ADDR={shown(address)} resolves to nothing on this host ({why})"
         elif hosts_store(rank) and int(os.environ["MASTER_PORT"]) not in _SERVED:
             why = one_block(str(error).partition("\n")[0])
@@ -367,19 +361,10 @@ def _job_store(rank: int, size: int, timeout_s: float) -> dist.TCPStore:
 
 def _loopback_listener(address: str, port: int) -> int | None:
     """Returns a listening socket for a store that only this host reaches, or None: torch then listens everywhere."""
-    try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+    found, _ = resolve(address)
+    if not found or not all(map(is_loopback, found)):
         return None
-    if not all(is_loopback(str(entry[4][0])) for entry in found):
-        return None
-    family, kind, _, _, where = found[0]
-    listener = socket.socket(family, kind)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(1024)
+        return socket.create_server((found[0], port), family=family_of(found[0]), backlog=1024).detach()
     except OSError:  # taken: torch finds its own server of this process, or says so
-        listener.close()
         return None
-    return listener.detach()

@@ -25,7 +25,7 @@ from eprt.errors import InputError, RankLost, UsageError
 from eprt.json_files import shown
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Collectives
-from eprt.world.groups import control_group, host_number, hosts_store, silent_after
+from eprt.world.groups import control_group, hosts_store, silent_after
 from eprt.world.guard import Guard
 from eprt.world.process import at_exit_leave, bounded, leave_at_once
 from eprt.world.shared_exchange import open_exchange
@@ -92,8 +92,8 @@ class Lifecycle:
         world.generation = generation
         world._control = guard.bounded(lambda: control_group(guard.met, world.timeout_s, world.group), world.timeout_s)
         exchange(world, Header("barrier"))
-        # Also a barrier: every rank has read who its peers are before any of them can end.
-        hosts: list[int] = self._gather_joined(torch.tensor([host_number()]))[:, 0].tolist()
+        # A container that has a name of its own counts as a host.
+        hosts = [(member.host, member.boot) for member in guard.met.members.values()]
         fewest = min(hosts.count(host) for host in hosts)
         if fewest == len(hosts):
             world._shared = open_exchange(world._ranks.index(world.rank), len(hosts), self._gather_joined)

@@ -41,7 +41,7 @@ def test_a_layer_counts_what_its_tokens_chose(pools, slots) -> None:
 def test_who_does_not_count_says_so(pools) -> None:
     for *told, alone, none in pools(2).run(jobs.not_counted):
         assert none.startswith("ConfigError: gather_load got no layer")
-        assert alone.startswith("ConfigError: gather_load got ExpertParallelMoE")
+        assert alone.startswith("ConfigError: layers is eprt.layer.ExpertParallelMoE: expected a sequence of")
         assert [text.partition(":")[0] for text in told] == ["UsageError"] * 3
         assert all("RuntimeConfig(count_load=True)" in text for text in told)
 
