@@ -94,9 +94,13 @@ class Checkpoint:
     def forget(self, prefix: str) -> None:
         """Frees tensors of a module that won't be read again. Files need nothing: they are read, not mapped."""
 
-    @cached_property
+    @property
     def fingerprint(self) -> int:
         """A 63-bit hash of the config and of all names, shapes and dtypes, to be compared between ranks."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> int:
         rows = sorted((name, info.shape, info.dtype) for name, info in self.manifest.items())
         return hash63(json.dumps(self.config, sort_keys=True).encode(), repr(rows).encode())
 
