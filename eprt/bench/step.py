@@ -242,16 +242,13 @@ class _Measured:
                 play()
             settle(self.world)
             try:
-                timed = self._recorded(batch, play) if capture else play
+                batch.cache.reset()
+                timed = Recording.of(play, Pool(), self.world).play if capture else play
             except RuntimeError as error:  # of a baseline, which may synchronise anywhere
                 reason = str(error).splitlines()[0]
                 self.notes.append(f"{self.case.model}, {len(batch.token)} tokens, {path}: {reason}")
             else:
                 self._time(path, batch, timed)
-
-    def _recorded(self, batch: _Batch, play: Callable[[], object]) -> Callable[[], object]:
-        batch.cache.reset()
-        return Recording.of(play, Pool(), self.world).play
 
     def _time(self, path: str, batch: _Batch, play: Callable[[], object]) -> None:
         steps, hosts = map(list, zip(*(self._round(batch, play) for _ in range(self.case.rounds)), strict=True))

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import lru_cache, wraps
 from statistics import median
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ P = ParamSpec("P")
 
 WARM_ROUNDS = 3  # of a call, not counted
 _WARM_REPLAYS = 20  # a GPU that was idle takes some milliseconds of work to reach its clocks
-_event_costs: WeakKeyDictionary[World, float] = WeakKeyDictionary()
 BEHIND_TIMEOUT_S = 2400.0  # warm-up may compile kernels; a rank that dies is noticed in seconds all the same
 
 
@@ -104,18 +102,15 @@ def first_samples(
     return [time - cost for time in _device(world, work, graph, rounds)]
 
 
+@lru_cache(1)  # of a process's World: all measurements share one
 def _cost_of_events(world: World) -> float:
-    """Returns the microseconds that two events of a graph add, from 1 and from 20 small kernels between them; measured
-    once per World."""
-    if world in _event_costs:
-        return _event_costs[world]
+    """Returns the microseconds that two events of a graph add, from 1 and from 20 small kernels between them."""
     number, many = torch.zeros(1, device=world.device), 20
     one, all_of_them = (
         median(samples(world, lambda: number.add_(1), graph=True, rounds=11, repeats=repeats)) * repeats
         for repeats in (1, many)
     )
-    _event_costs[world] = one - (all_of_them - one) / (many - 1)
-    return _event_costs[world]
+    return one - (all_of_them - one) / (many - 1)
 
 
 def _device(

@@ -16,7 +16,7 @@ from eprt.cli.arguments import Run
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.conformance.cases import COUNTS, TOLERANCE, Batch
+from eprt.conformance.cases import COUNTS, TOLERANCE, Batch, Counts
 from eprt.conformance.checks import NanOutput
 from eprt.conformance.oracle import expected_layer_output, relative_error
 from eprt.conformance.tiny_model import write_tiny_checkpoint
@@ -40,7 +40,7 @@ MOVED = {
     "bytes_received": "bytes_received",
 }
 # Tokens per rank of each step: all rows of the conformance table, idle ranks included.
-TRAFFIC: tuple[tuple[int, ...], ...] = tuple(row for counts in COUNTS for row in counts.calls)
+TRAFFIC = Counts("all", tuple(row for counts in COUNTS for row in counts.calls))
 
 WHY = {
     torch.bfloat16: "bf16 keeps 8 bits (2^-9 = 0.2% a rounding); tokens, the values between an\n"
@@ -103,8 +103,8 @@ class _Outcome:
 
     def __init__(self, arguments: Run, size: int) -> None:
         self._group = arguments.attention_tp
-        rows = [TRAFFIC[step % len(TRAFFIC)] for step in range(arguments.steps)]
-        tokens = [[row[min(rank // self._group, len(row) - 1)] for rank in range(size)] for row in rows]
+        counts = (TRAFFIC.of(step, size) for step in range(arguments.steps))
+        tokens = [[row[rank // self._group] for rank in range(size)] for row in counts]
         self.steps: list[dict[str, Any]] = [{"tokens_per_rank": row, "error": 0.0} for row in tokens]
         zeros = dict.fromkeys(("tokens", *MOVED, "error"), 0)
         self.ranks: list[dict[str, Any]] = [
@@ -139,7 +139,7 @@ def _drive(
     arguments: Run, directory: Path, layers: list[int], dtype: torch.dtype, workers: Ranks, terminal: Terminal
 ) -> _Outcome:
     outcome, where = _Outcome(arguments, workers.size), str(directory.resolve())
-    runtime = RuntimeConfig(arguments.dispatcher, arguments.executor, max_tokens_per_rank=max(map(max, TRAFFIC)))
+    runtime = RuntimeConfig(arguments.dispatcher, arguments.executor, max_tokens_per_rank=max(map(max, TRAFFIC.calls)))
     sizes = (arguments.attention_tp, arguments.moe_tp, workers.timeout_s)
     with terminal.progress("layer", len(layers)) as advance:
         for layer in layers:

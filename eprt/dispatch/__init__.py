@@ -161,7 +161,13 @@ def make_dispatcher(
     """
     packed = runtime.payload == "nvfp4"
     with shared_errors(world, Header("build", layer, 0)):
-        dispatcher = _construct(name, world, config, runtime, token_format, layer)
+        spec = dispatcher_spec(name)
+        chosen = token_format or runtime.token_format or spec.formats[0]
+        if chosen not in spec.formats:
+            raise ConfigError(f"{name} emits {', '.join(spec.formats)}, not {chosen}")
+        kind: type[Dispatcher] = load_class(spec, Dispatcher)
+        kind.spec = spec
+        dispatcher = kind(world, config, runtime, chosen, layer)
         if packed and input_scale is not None and not 0 < (own := float(input_scale)) < math.inf:
             raise ConfigError(f"gate_up.input_scale reaches {own}: expected positive numbers; check the checkpoint")
     common = {**dispatcher.settings, **(settings or {})}
@@ -170,19 +176,6 @@ def make_dispatcher(
     if packed:
         dispatcher.payload_scale = _agree_payload_scale(world, input_scale)
     return dispatcher
-
-
-def _construct(
-    name: str, world: World, config: MoEConfig, runtime: RuntimeConfig, token_format: TokenFormat | None, layer: int
-) -> Dispatcher:
-    """Imports and builds a dispatcher. Not collective."""
-    spec = dispatcher_spec(name)
-    chosen = token_format or runtime.token_format or spec.formats[0]
-    if chosen not in spec.formats:
-        raise ConfigError(f"{name} emits {', '.join(spec.formats)}, not {chosen}")
-    kind: type[Dispatcher] = load_class(spec, Dispatcher)
-    kind.spec = spec
-    return kind(world, config, runtime, chosen, layer)
 
 
 def calibrated_scale(weights: ExpertWeights) -> torch.Tensor | None:

@@ -47,7 +47,7 @@ class Dispatcher(ABC):
         settings, fingerprint: settings that must be equal on all ranks, and their hash.
 
     Raises:
-        ConfigError: an option of `runtime` that this dispatcher doesn't have.
+        ConfigError: an option of `runtime` that this dispatcher doesn't have, slots that don't divide over the ranks.
     """
 
     spec: ClassVar[DispatcherSpec]
@@ -69,7 +69,12 @@ class Dispatcher(ABC):
         self.world, self.config, self.runtime, self.layer = world, config, runtime, layer
         self.token_format: TokenFormat = token_format or self.spec.formats[0]
         self._set_up()
-        self.placement = _placement_of_slots(config, world)
+        self.placement = ExpertPlacement(config.num_experts, world.parallel)
+        if not self.placement.is_identity:
+            raise ConfigError(
+                f"{config.num_experts} experts don't divide over {world.parallel.ep_size} expert-parallel ranks: a "
+                "dispatcher counts slots, so give it ExpertPlacement.in_slots(config) and ids of slots (a layer does)"
+            )
         self.shard = self.placement.shard(world.rank)
         self.capacity = Capacity(runtime.max_tokens_per_rank, self.bytes_per_token())
         packed = runtime.payload == "nvfp4"
@@ -372,14 +377,3 @@ class Dispatcher(ABC):
         if self.runtime.payload is None:
             return Payload.plain(hidden_states)
         return encode_payload(hidden_states, self.runtime.payload, self.payload_scale)
-
-
-def _placement_of_slots(config: MoEConfig, world: World) -> ExpertPlacement:
-    """Returns the placement of `config.num_experts` slots. Raises ConfigError unless every rank holds equally many."""
-    placement = ExpertPlacement(config.num_experts, world.parallel)
-    if not placement.is_identity:
-        raise ConfigError(
-            f"{config.num_experts} experts don't divide over {world.parallel.ep_size} expert-parallel ranks: a "
-            "dispatcher counts slots, so give it ExpertPlacement.in_slots(config) and ids of slots (a layer does)"
-        )
-    return placement

@@ -159,12 +159,6 @@ def load_layer(
     config = _moe_config(source, family, layer)
     placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
     placement.in_slots(config)  # made for this many experts
-    return _read_layer(source, family, layer, config, placement, rank)
-
-
-def _read_layer(
-    source: Checkpoint, family: ModelFamily, layer: int, config: MoEConfig, placement: ExpertPlacement, rank: int
-) -> LayerParts:
     shard, router = placement.shard(rank), family.load_router(source, layer, config)
     names = _names(source, family.block(source, layer))
     router_bytes = router.weight.contiguous().view(torch.uint8).numpy().tobytes()

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eprt.errors import ConfigError, UsageError
-from eprt.ranks.process import Raised, RankContext, RankSetup, loaded_plugins, serve
+from eprt.ranks.process import Raised, RankContext, RankSetup, serve
 from eprt.ranks.scratch import Scratch
 from eprt.ranks.servers import server_of, start_servers
 from eprt.ranks.stacks import RankReport, WorldFailed, read_stack, state_of, tail
@@ -208,8 +208,7 @@ class WorldPool:
         start_servers(self.size)
         for rank in range(self.size):
             environment = self._environment_of(rank, self._store.port)
-            setup = RankSetup(rank, self.size, self.device, folder, environment, loaded_plugins())
-            self._ranks.append(_Rank(setup))
+            self._ranks.append(_Rank(RankSetup(rank, self.size, self.device, folder, environment)))
         return folder
 
     def _environment_of(self, rank: int, port: int) -> dict[str, str]:

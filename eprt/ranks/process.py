@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _Kept = TypeVar("_Kept")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WORLDS_KEPT = 3  # each has threads that wake up while it idles
-_loaded: list[str] = []  # plugins, which ranks import, too
+_loaded: list[str] = []  # by `load_plugins`: ranks import them, too
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RankSetup:
     device: str
     folder: Path
     environment: dict[str, str]
-    plugins: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = field(default_factory=lambda: tuple(_loaded))
 
     def path(self, kind: str) -> Path:
         return self.folder / f"rank{self.rank}.{kind}"
@@ -131,11 +131,6 @@ def load_plugins(modules: Iterable[str]) -> None:
             raise ConfigError(f"--plugin {name}: the module can't be imported: {why}") from error
         if name not in _loaded:
             _loaded.append(name)
-
-
-def loaded_plugins() -> tuple[str, ...]:
-    """Returns the names of the modules that `load_plugins` has imported here, in their order."""
-    return tuple(_loaded)
 
 
 @dataclass(frozen=True)

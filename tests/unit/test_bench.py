@@ -223,7 +223,7 @@ def test_every_dispatcher_and_peer_is_measured_where_it_runs() -> None:
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time is of interest here."""
-    monkeypatch.setattr("eprt.ranks.launcher.loaded_plugins", lambda: ("support.jobs.few_rounds",))
+    monkeypatch.setattr("eprt.ranks.process._loaded", ["support.jobs.few_rounds"])
 
 
 def bench(name: str, folder: Path, *words: str) -> dict[str, Any]:
