@@ -131,7 +131,7 @@ def problems() -> list[Problem]:
 def _torch_problems() -> Iterator[Problem]:
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
         yield Problem(
-            "an NVIDIA driver is here, but torch is a CPU build", "install the CUDA build: pip install 'torch>=2.10'"
+            "an NVIDIA driver is here, but torch is a CPU build", "pip uninstall torch; pip install 'torch>=2.10'"
         )
     if torch.version.cuda is None or not torch.cuda.is_available():
         return
@@ -181,7 +181,7 @@ def _flashinfer_problems() -> Iterator[Problem]:
     if own and cache and own != cache.split("+")[0]:
         yield Problem(
             f"flashinfer-jit-cache {cache} is for another release than flashinfer-python {own}",
-            f"pip install flashinfer-jit-cache=={own}",
+            f"pip install flashinfer-jit-cache=={own} --index-url https://flashinfer.ai/whl/{cache.partition('+')[2]}",
         )
     if torch.cuda.is_available() and shutil.which("nvcc") is None:
         for item in first_use():

@@ -215,11 +215,10 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     world = torch.cuda.device_count() if device == "cuda" else arguments.world
     count = DEFAULT_TRIALS if arguments.trials is None and device == "cpu" else arguments.trials
     seeds = len(arguments.seeds)
-    if min(arguments.jobs, seeds, 1 if count is None else count) < 1 or world < 2:
-        raise ConfigError(
-            f"--trials {count}, --jobs {arguments.jobs}, {seeds} --seeds, {world} {device} ranks: expected at least 1, "
-            "1, 1 and 2"
-        )
+    if min(arguments.jobs, seeds, 1 if count is None else count) < 1:
+        raise ConfigError(f"--trials {count}, --jobs {arguments.jobs}, {seeds} --seeds: expected at least 1 of each")
+    if world < 2:
+        raise ConfigError(f"--faults on {world} {device} ranks: it takes at least 2; use --device cpu --world 2")
     if arguments.resume and arguments.output is None:
         raise ConfigError("--resume leaves out trials that a file has: say which by --output")
     output = arguments.output if terminal.speaks else None

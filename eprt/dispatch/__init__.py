@@ -106,7 +106,7 @@ DISPATCHERS: dict[str, DispatcherSpec] = {
             max_tokens=DEEPEP_MAX_TOKENS,
             moe_tp=False,
             sends="expert",
-            requirement=Requirement("deep_ep", ("tokenspeed-deepep",), "1.2.1"),
+            requirement=Requirement("deep_ep", ("tokenspeed-deepep",), "1.2.1", below="2"),
             preference=3,
         ),
     )

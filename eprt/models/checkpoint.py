@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -229,6 +230,8 @@ def read_config(path: str | Path) -> HfConfig:
         directory, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
     except OSError as error:  # a name too long, a folder around it that this user may not enter
         raise CheckpointError(f"{shown(str(path))} can't be read: {error.strerror}") from error
+    if not os.path.exists(path):  # Path.exists() may raise
+        raise CheckpointError(f"{path}: no such file or folder; `hf download` brings a model of the hub")
     config = HfConfig(read_object(resolve_inside(directory, name), MAX_CONFIG_BYTES), str(directory / name))
     if config.get("quantization_config") is None and (directory / QUANT_CONFIG).exists():
         extra = read_object(resolve_inside(directory, QUANT_CONFIG), MAX_CONFIG_BYTES).get("quantization")

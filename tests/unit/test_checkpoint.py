@@ -235,6 +235,7 @@ class TestFolderRefused:
 
     def test_a_path_that_the_system_refuses(self):
         refuses("a" * 5000, "can't be read: File name too long")
+        refuses("openai/gpt-oss-20b", "openai/gpt-oss-20b: no such file or folder; `hf download`")
         with pytest.raises(CheckpointError, match="can't be read: No such file"):
             Shard(Path("gone"), Path("gone"))
 

@@ -273,7 +273,8 @@ def test_doctor_reports_this_machine(capsys) -> None:
     [
         ("--output x.json", "--output and --resume are of the trials of --faults: add it"),
         ("--resume", "--output and --resume are of the trials of --faults: add it"),
-        ("--faults --seeds", "0 --seeds, 4 cpu ranks: expected at least 1, 1, 1 and 2"),
+        ("--faults --seeds", "0 --seeds: expected at least 1 of each"),
+        ("--faults --world 1", "1 cpu ranks: it takes at least 2; use --device cpu --world 2"),
     ],
 )
 def test_flags_that_doctor_could_do_nothing_with_are_refused(words: str, says: str, capsys) -> None:
@@ -295,6 +296,8 @@ def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
     monkeypatch.setattr(diagnosis, "_import_error", lambda name: undefined)
     monkeypatch.setattr(diagnosis, "links", lambda: "\tGPU0\tGPU1\tCPU\nGPU0\t X \tPHB\t0-7\nGPU1\tPHB\t X \t0-7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(diagnosis.shutil, "which", lambda name: name)
     found = {problem.what: problem.remedy for problem in diagnosis.problems()}
     for says in (
         "deep-ep 1.0.0 is a placeholder",
@@ -304,7 +307,9 @@ def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
         "GPU0 reaches other GPUs by PHB, not by NVLink",
     ):
         assert says in "\n".join(found)
-    assert "tokenspeed-deepep>=1.2.1" in found[next(what for what in found if "placeholder" in what)]
+    assert next(found[what] for what in found if "a CPU build" in what).startswith("pip uninstall torch; ")
+    assert "tokenspeed-deepep>=1.2.1,<2" in found[next(what for what in found if "placeholder" in what)]
+    assert next(found[what] for what in found if "another release" in what).endswith("flashinfer.ai/whl/cu130")
 
 
 def test_doctor_proof_passes_and_fails(monkeypatch, capsys) -> None:
