@@ -65,7 +65,7 @@ def test_requirements(wheel: Path) -> None:
         requirement, _, condition = line.partition(";")
         found[re.sub(r'.*extra == "(\w+)".*', r"\1", condition).strip()].add(requirement.strip())
     # No CUDA build of torch is asked for, and nothing that only runs with one.
-    assert found.pop("") == {"torch>=2.10", "safetensors>=0.5", "tyro>=1.0", "rich>=13", "numpy"}
+    assert found.pop("") == {"torch>=2.10", "safetensors>=0.7", "tyro>=1.0", "rich>=13", "numpy"}
     assert found == EXTRAS
 
 
