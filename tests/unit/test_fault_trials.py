@@ -216,6 +216,12 @@ def test_a_short_run_is_spread_over_the_matrix() -> None:
     assert len(matrix.trials(4, count=500)) == 500
 
 
+def test_nothing_is_promised_of_half_of_two_ranks() -> None:
+    cells = matrix.trials(2)
+    assert {cell.fault for cell in cells} == set(matrix.FAULTS) - {matrix.CUT}
+    assert {cell.rank for cell in cells if cell.fault == "stop" and cell.then != "restart"} == {1}
+
+
 @pytest.mark.parametrize(
     "trial",
     [

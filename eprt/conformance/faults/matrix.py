@@ -204,7 +204,11 @@ def _on_cpus(world: int, names: list[str]) -> list[Trial]:
     thens: tuple[Then, ...] = ("continue", "renormalize")
     going_on = itertools.product(("kill", "stop"), STEP, range(world), names, thens)
     found = [Trial(*cell, world) for cell in itertools.chain(early, late)]
-    return found + [Trial(fault, moment, rank, name, world, then=t) for fault, moment, rank, name, t in going_on]
+    found += [Trial(fault, moment, rank, name, world, then=t) for fault, moment, rank, name, t in going_on]
+    if world > 2:
+        return found
+    # Two ranks that don't hear each other each blame the other, and rank 1 may not go on while rank 0 may live.
+    return [c for c in found if c.fault != CUT and (c.fault != "stop" or c.rank == 1 or c.then == "restart")]
 
 
 def _on_gpus(world: int, names: list[str]) -> list[Trial]:
