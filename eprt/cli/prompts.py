@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NoReturn, TypeGuard
 from eprt.errors import ConfigError, InputError, one_block
 
 MAX_LINE_BYTES = 64 << 20
-EXPECTED = 'expected {"prompt": "text" or [token ids]}, {"messages": [...]}, or the text or the ids alone'
+EXPECTED = 'expected {"prompt": "text" or [token ids]}, {"messages": [...]}, "text" or [token ids] as JSON'
 # Without --prompts, and of the tiny checkpoint's vocabulary: one is longer, and the last rank has none.
 EXAMPLES = (b"[11, 42, 7]", b"[5, 310, 99, 23, 4, 61, 17]", b"[256]")
 

@@ -148,6 +148,7 @@ def test_options_of_generation_are_transformers_own(
 
 WRONG = [
     (b"{", "not JSON"),
+    (b"plain text", '"text" or [token ids] as JSON'),
     (b'{"text": "hello"}', 'expected {"prompt": "text" or [token ids]}'),
     (b"[1.5]", "expected"),
     (b"[]", "expected"),
