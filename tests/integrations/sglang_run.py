@@ -1,7 +1,8 @@
 """One SGLang engine as a program: `python sglang_run.py SPEC.json` writes the tokens that it generated.
 
-SPEC: model, dtype, prompts (ids, tokens to add), out, kill (the number of a rank to kill then, or null), and further
-engine arguments.
+SPEC: model, dtype, prompts (ids, tokens to add), out, kill (the number of a rank to kill then, or null), further engine
+arguments, updates: (way, checkpoint), each followed by the same prompts, and a port for them. Without updates the file
+holds one list of tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -37,13 +40,12 @@ def main() -> None:
         log_level="info",
         **spec["engine"],
     )
-    outputs = engine.generate(
-        input_ids=[ids for ids, _ in spec["prompts"]],
-        sampling_params=[
-            {"temperature": 0, "max_new_tokens": added, "ignore_eos": True} for _, added in spec["prompts"]
-        ],
-    )
-    Path(spec["out"]).write_text(json.dumps([output["output_ids"] for output in outputs]))
+    found = [tokens(engine, spec["prompts"])]
+    trainer = None if not spec["updates"] else Trainer(engine, spec)
+    for way, checkpoint in spec["updates"]:
+        getattr(trainer, way)(checkpoint)
+        found.append(tokens(engine, spec["prompts"]))
+    Path(spec["out"]).write_text(json.dumps(found if spec["updates"] else found[0]))
     if spec["kill"] is not None:
         titles = {child: " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)}
         rank = re.compile(rf"scheduler.*TP{spec['kill']}(?!\d)")
@@ -52,6 +54,91 @@ def main() -> None:
         os.kill(victim, signal.SIGKILL)
         time.sleep(15)  # the other rank's log; SGLang's watchdog ends this process only while it generates
     engine.shutdown()
+
+
+def tokens(engine: Any, prompts: list[Any]) -> list[list[int]]:
+    settings = [{"temperature": 0, "max_new_tokens": added, "ignore_eos": True} for _, added in prompts]
+    outputs = engine.generate(input_ids=[ids for ids, _ in prompts], sampling_params=settings)
+    return [output["output_ids"] for output in outputs]
+
+
+def weights_of(checkpoint: str) -> list[Any]:
+    from safetensors.torch import load_file
+
+    return sorted(load_file(f"{checkpoint}/model.safetensors").items())
+
+
+class Trainer:
+    """What RL frameworks do with an engine that runs: each method brings the weights of a checkpoint in another way."""
+
+    def __init__(self, engine: Any, spec: dict[str, Any]) -> None:
+        self._engine, self._port, self._group = engine, spec["port"], None
+        self._ranks = 1 + spec["engine"].get("tp_size", 1)
+
+    def disk(self, checkpoint: str) -> None:
+        done(self._engine.update_weights_from_disk(checkpoint))
+
+    def tensors(self, checkpoint: str) -> None:
+        """In three pieces, two of which end within an expert, with an answer between them."""
+        weights = weights_of(checkpoint)
+        within = [at for at, (name, _) in enumerate(weights) if name.endswith("up_proj.weight")]
+        first, second = within[0], within[len(within) // 2]
+        for piece in (weights[:first], weights[first:second], weights[second:]):
+            done(self._engine.update_weights_from_tensor(piece, flush_cache=False))
+            tokens(self._engine, [([5, 6], 1)])
+
+    def bucket(self, checkpoint: str) -> None:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        bucket = FlattenedTensorBucket(named_tensors=weights_of(checkpoint))
+        given = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        sent = [MultiprocessingSerializer.serialize(given) for _ in range(1, self._ranks)]
+        done(self._engine.update_weights_from_tensor(sent, load_format="flattened_bucket"))
+
+    def broadcast(self, checkpoint: str) -> None:
+        """By a group of the trainer and all ranks."""
+        if self._group is None:
+            self._meet()
+        weights = weights_of(checkpoint)
+        sending = threading.Thread(target=self._send, args=([tensor for _, tensor in weights],))
+        sending.start()
+        names, tensors = zip(*weights, strict=True)
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        done(self._engine.update_weights_from_distributed(names, dtypes, [list(t.shape) for t in tensors], "trainer"))
+        sending.join()
+
+    def refused(self, checkpoint: str) -> None:
+        """Copies into parameters by the engine's own names."""
+        weights = [("model.layers.0.mlp.experts.w2_weight", weights_of(checkpoint)[0][1])]
+        success, message = self._engine.update_weights_from_tensor(weights, load_format="direct")
+        print(f"refused: {success} {message}", flush=True)  # noqa: T201  (read by the test)
+
+    def _meet(self) -> None:
+        joining = threading.Thread(target=self._join)
+        joining.start()
+        done(self._engine.init_weights_update_group("127.0.0.1", self._port, 1, self._ranks, "trainer", "gloo"))
+        joining.join()
+
+    def _join(self) -> None:
+        from sglang.srt.utils import init_custom_process_group
+
+        self._group = init_custom_process_group(
+            "gloo", f"tcp://127.0.0.1:{self._port}", world_size=self._ranks, rank=0, group_name="trainer"
+        )
+
+    def _send(self, tensors: list[Any]) -> None:
+        import torch
+
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor, src=0, group=self._group)
+
+
+def done(found: Any) -> None:
+    """Raises RuntimeError with SGLang's message where it says that an update failed."""
+    success, message = found[:2]
+    if not success:
+        raise RuntimeError(message)
 
 
 if __name__ == "__main__":

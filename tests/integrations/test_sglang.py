@@ -9,12 +9,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engine_models import PROMPTS, Prompts, by_transformers, glm4_model, packed_model, qwen3_model
+from support.engine_models import PROMPTS, Prompts, by_transformers, glm4_model, packed_model, qwen3_model, retrained
+from support.ports import free_port
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="runs under scripts/test_sglang.sh")
 
@@ -36,11 +38,12 @@ def run(
     dtype: str,
     kill: int | None = None,
     prompts: Prompts = PROMPTS,
+    updates: Sequence[tuple[str, str]] = (),
     **more: str,
-) -> tuple[int, str, list[list[int]]]:
-    """Exit code, log and tokens of one engine."""
-    spec = {"model": str(model), "dtype": dtype, "prompts": prompts, "out": str(folder / "tokens")}
-    (folder / "spec.json").write_text(json.dumps(spec | {"kill": kill, "engine": engine}))
+) -> tuple[int, str, list[Any]]:
+    """Exit code, log and tokens of one engine; with updates, tokens before and after each."""
+    spec = {"model": str(model), "dtype": dtype, "prompts": prompts, "out": str(folder / "tokens"), "kill": kill}
+    (folder / "spec.json").write_text(json.dumps(spec | {"engine": engine, "updates": updates, "port": free_port()}))
     ranks = engine.get("tp_size", 1)
     environment = os.environ | {"SGLANG_PLUGINS": plugins, "SGLANG_USE_CPU_ENGINE": "1"} | more
     environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(ranks))
@@ -106,6 +109,28 @@ def test_tokens_travel_to_an_idle_rank_and_back_and_a_killed_rank_is_named(
     victim = re.search(r"killed (\d+)", log)
     assert victim, log[-3000:]
     assert re.search(rf"eprt: rank 1 exited: process {victim[1]} is gone; .* missed by rank 0", log), log[-4000:]
+
+
+@RANKS
+def test_new_weights_in_every_way_that_trainers_have(
+    engine: dict[str, Any], qwen3: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    """Five updates in a row of an engine that runs; after each, the tokens of a model made from that checkpoint."""
+    model, before = qwen3
+    ways = ["disk", "tensors", "broadcast", "bucket", "disk"]
+    folders = [tmp_path / str(turn) for turn in range(len(ways))]
+    trained = retrained(model, folders)
+    updates = [(way, str(folder)) for way, folder in zip(ways, folders, strict=True)]
+    updates.insert(2, ("refused", str(folders[0])))
+    wanted = [before, *(want for _, want in trained)]
+    wanted.insert(2, wanted[2])
+    code, log, tokens = run(tmp_path, model, "cpu,eprt", engine, "float32", updates=updates)
+    assert (code, tokens) == (0, wanted), log[-3000:]
+    assert f"{LINE} {WHERE[engine is ONE]}" in log
+    assert (
+        "eprt: old weights serve until the rest of the new ones comes: model.layers.0.mlp.experts: of 1 experts" in log
+    )
+    assert "refused: False eprt holds the experts, and load_format 'direct' copies" in log
 
 
 @pytest.mark.parametrize(

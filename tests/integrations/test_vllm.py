@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import PROMPTS, Prompts, by_transformers, gemma4_model, glm4_model, qwen3_model
+from support.engine_models import PROMPTS, Prompts, by_transformers, gemma4_model, glm4_model, qwen3_model, retrained
 from support.ports import free_port
 
 from eprt.integrations.vllm.supported import DECODE, RUNNERS
@@ -160,23 +160,7 @@ WAYS = ["reload", "direct", "layerwise", "reload", "direct"]
 
 @pytest.fixture(scope="session")
 def trained(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, list[list[int]]]]:
-    """Checkpoints of a training run, each with the tokens that transformers gives with it."""
-    from transformers import Qwen3MoeForCausalLM
-
-    found = []
-    for step in range(len(WAYS)):
-        model = Qwen3MoeForCausalLM.from_pretrained(qwen3).float().eval()
-        generator = torch.Generator().manual_seed(step)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += torch.randn(parameter.shape, generator=generator) * 0.15 * parameter.std()
-        folder = tmp_path_factory.mktemp(f"trained-{step}")
-        model.save_pretrained(folder)
-        want, lead = by_transformers(model)
-        assert lead > 1e-4  # float32 on both sides, sums in another order
-        found.append((folder, want))
-    assert len({str(want) for _, want in found}) == len(WAYS)
-    return found
+    return retrained(qwen3, [tmp_path_factory.mktemp(f"trained-{step}") for step in range(len(WAYS))])
 
 
 @pytest.mark.parametrize("dp", [1, 2], ids=["one", "dp2-ep"])

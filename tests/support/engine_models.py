@@ -7,6 +7,7 @@ by more than bf16's own differences.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,23 @@ def by_transformers(model: Any, prompts: Prompts = PROMPTS) -> tuple[list[list[i
         best = logits.topk(2).values
         lead = min(lead, float(((best[:, 0] - best[:, 1]) / logits.std(-1)).min()))
     return want, lead
+
+
+def retrained(start: Path, folders: Sequence[Path]) -> list[tuple[Path, list[list[int]]]]:
+    """Writes what a training run makes of a Qwen3-MoE, each time to another folder. Returns these, each with the tokens
+    that transformers gives with it."""
+    from transformers import Qwen3MoeForCausalLM
+
+    found = []
+    for step, folder in enumerate(folders):
+        model = Qwen3MoeForCausalLM.from_pretrained(start).float().eval()
+        generator = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn(parameter.shape, generator=generator) * 0.15 * parameter.std()
+        model.save_pretrained(folder)
+        want, lead = by_transformers(model)
+        assert lead > 1e-4  # float32 on both sides, sums in another order
+        found.append((folder, want))
+    assert len({str(want) for _, want in found}) == len(folders)
+    return found

@@ -206,11 +206,27 @@ def test_arguments_say_who_carries_the_tokens(qwen3: Path, caplog: pytest.LogCap
     assert "eprt: SGLang carries the tokens between ranks: --enable-eplb" in caplog.text
 
 
-def test_updates_of_weights_are_refused_where_eprt_holds_experts() -> None:
+def test_updates_of_weights_that_eprt_cannot_take_are_refused() -> None:
     state = SglangState()
+    state.bindings.append(Mock(placement=None))
     assert hooks._update_refused(state, lambda: "SGLang's own reason") == "SGLang's own reason"
     state.bindings.append(Mock())
-    assert "eprt holds the experts" in str(hooks._update_refused(state, lambda: None))
+    assert "its 'placement' says" in str(hooks._update_refused(state, lambda: None))
+
+
+def test_new_weights_that_came_in_part_wait(caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang may serve between two pieces of an update: each reason is said once, and what is whole comes in."""
+    state = SglangState()
+    whole, part = Mock(lacking=""), Mock(lacking="layer 1 lacks w3")
+    state.unfinished = [whole, part]
+    with caplog.at_level(logging.WARNING, logger="sglang.eprt"):
+        hooks._before_forward(state)
+        hooks._before_forward(state)
+    assert whole.finish.called
+    assert not part.finish.called
+    assert [record.getMessage() for record in caplog.records] == [
+        "eprt: old weights serve until the rest of the new ones comes: layer 1 lacks w3"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,13 @@ class BoundLayer:
         self.received = Received(binding.name, binding.config.num_experts // binding.world.parallel.ep_size)
         self._freed: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}  # what parameters were like
 
-    def declared(self, own: dict[str, Any], layout: ParameterLayout, layer: Any = None) -> None:
-        """Notes the parameters that the method has just declared; with the engine's module, also what their loaders
-        write from now on."""
+    def declared(self, own: dict[str, Any], layout: ParameterLayout, layer: Any) -> None:
+        """Notes the parameters that the method has just declared in the engine's module, and what their loaders write
+        from now on."""
         self.parameters = tuple(own)
         self.received.matrices = {name for name in own if name.endswith(MATRICES)}
         mark_unset(layout, own)
-        for name, parameter in own.items() if layer is not None else ():
+        for name, parameter in own.items():
             watch(layer, name, parameter, self.received, self._make_room)
 
     def load(
@@ -78,13 +78,15 @@ class BoundLayer:
                 parameter.data = parameter.data.new_empty(0)
         self.received.forget()
 
-    def finish(self, *, whole: bool) -> None:
-        """Loads what `model.load_weights` has brought since; with `whole`, only if that is all of this rank's. Raises
-        CheckpointError where experts lack a part."""
-        if whole and not self.received.complete:
-            return
+    def finish(self) -> None:
+        """Loads what `model.load_weights` has brought since. Raises CheckpointError where experts lack a part."""
         self._again()
-        self.state.unfinished.remove(self.finish)
+        self.state.unfinished.remove(self)
+
+    @property
+    def lacking(self) -> str:
+        """Says of which experts a part hasn't come yet, or "" where all came whole."""
+        return self.received.lacking
 
     def _replace(self, layer: ExpertParallelMoE, weights: Callable[[list[int] | None], ExpertWeights]) -> None:
         try:
@@ -97,8 +99,8 @@ class BoundLayer:
                 layer.load_experts(weights(None), agree=False)
         except EprtError as error:
             layer.refuse_calls(f"{self.binding.name} holds old weights, as new ones failed to load: {error}")
-            if self.finish not in self.state.unfinished:
-                self.state.unfinished.append(self.finish)
+            if self not in self.state.unfinished:
+                self.state.unfinished.append(self)
             raise
 
     def _placed(self, layer: ExpertParallelMoE, weights: Callable[[list[int] | None], ExpertWeights]) -> ExpertWeights:
@@ -117,13 +119,17 @@ class BoundLayer:
     def _make_room(self) -> None:
         """Gives freed parameters memory, before a loader writes into them. Layers that have all of theirs come first,
         so that one layer's lies beside the model."""
-        for finish in tuple(self.state.unfinished):
-            finish(whole=True)
-        for name, parameter in self._own(self._module()).items():
-            if parameter.numel() == 0 and name in self._freed:
+        with self.state.loading:
+            own = self._own(self._module())
+            freed = {n: p for n, p in own.items() if p.numel() == 0 and n in self._freed}
+            for other in tuple(self.state.unfinished) if freed else ():
+                if other.received.complete:
+                    other.finish()
+            for name, parameter in freed.items():
                 shape, dtype, device = self._freed[name]
                 parameter.data = torch.empty(shape, dtype=dtype, device=device)
-        self.state.unfinished.append(self.finish)
+            if freed and self not in self.state.unfinished:
+                self.state.unfinished.append(self)
 
     def ready(self) -> ExpertParallelMoE:
         """Returns the layer for a call; the first one warms up every layer. Raises UsageError before loading."""

@@ -1,17 +1,19 @@
 """Notes which of a layer's expert parameters an engine has loaded, and asks for room where it loads them again.
 
 The engine's parameters are freed when their experts are prepared. New weights come in two ways: vLLM's layerwise reload
-(`reload_weights`, weight transfer) makes the parameters anew, and `model.load_weights`, as trainers call it themselves,
-writes into those that are there. Either may bring some of the experts only.
+(`reload_weights`, weight transfer) makes the parameters anew, and `model.load_weights`, as trainers and all of SGLang's
+updates call it, writes into those that are there. Either may bring some of the experts only.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ WHOLE = -1  # in place of an expert's number: a loader that isn't told of expert
 
 class Received:
     """The parameters of one layer that were loaded since its experts were prepared last.
+
+    Some models load with several threads at once.
 
     Args:
         name: the engine's name of the layer.
@@ -38,10 +42,12 @@ class Received:
         self.matrices: set[str] = set()
         self._parts: dict[int, set[tuple[str, str]]] = defaultdict(set)  # expert -> (parameter, shard)
         self._expected: set[tuple[str, str]] = set()  # of each expert, by the first load that named any
+        self._lock = threading.Lock()
 
     def add(self, parameter: str, expert: int, shard: str) -> None:
         """Notes that a loader wrote this part of an expert, or of all of them (`WHOLE`)."""
-        self._parts[expert].add((parameter, shard))
+        with self._lock:
+            self._parts[expert].add((parameter, shard))
 
     def of(self, parameter: str) -> bool:
         """Returns whether anything of this parameter was loaded."""
@@ -53,10 +59,12 @@ class Received:
         Raises:
             CheckpointError: of some experts a part is missing.
         """
-        if not self._parts:
+        with self._lock:
+            loaded = {expert: set(parts) for expert, parts in self._parts.items()}
+        if not loaded:
             return list(range(self.num_experts))
-        whole = {name for name, _ in self._parts.get(WHOLE, set())}  # stands for all of the parameter's shards
-        every = {e: parts for e, parts in self._parts.items() if e != WHOLE}
+        whole = {name for name, _ in loaded.get(WHOLE, set())}  # stands for all of the parameter's shards
+        every = {e: parts for e, parts in loaded.items() if e != WHOLE}
         every = every or {e: set() for e in range(self.num_experts)}
         absent = {(name, "") for name in self.matrices if not self.of(name)}
         expected = self._expected or max(every.values(), key=len) | absent  # a first load may be a part itself
@@ -71,12 +79,18 @@ class Received:
         return sorted(every)
 
     @property
+    def lacking(self) -> str:
+        """Says of which experts a part is missing, or "" where all came whole."""
+        try:
+            self.experts()
+        except CheckpointError as reason:
+            return str(reason)
+        return ""
+
+    @property
     def complete(self) -> bool:
         """Returns whether all parts of all experts came."""
-        try:
-            return bool(self._parts) and len(self.experts()) == self.num_experts
-        except CheckpointError:
-            return False
+        return bool(self._parts) and not self.lacking and len(self.experts()) == self.num_experts
 
     def forget(self) -> None:
         """Begins the next load, of which each expert needs the parts that came this time."""
@@ -87,8 +101,8 @@ class Received:
 
 
 def watch(layer: Any, name: str, parameter: Any, received: Received, room: Callable[[], None]) -> None:
-    """Replaces a parameter's loader, and its `copy_`, by ones that note what they write, and call `room` where the
-    parameter was freed. vLLM's gpt-oss in bf16 copies whole parameters and calls no loader.
+    """Replaces a parameter's loader, and its `copy_`, by ones that call `room` where the parameter was freed, and note
+    what they wrote. vLLM's gpt-oss in bf16 copies whole parameters and calls no loader.
 
     They hold no reference to the layer: vLLM keeps loaders for as long as the layer lives.
     """
@@ -99,32 +113,34 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
     bound = getattr(loader, "__self__", None) is layer
     function: Any = loader.__func__ if bound else loader
 
-    def written(target: Any, expert: int, shard: str) -> None:
+    @contextmanager
+    def writing(target: Any, expert: int, shard: str) -> Iterator[None]:
         if target.numel() == 0:
             room()
-        received.add(name, expert, shard)
+        yield
+        received.add(name, expert, shard)  # not before: another thread may take what is complete
 
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
         own: Any = owner()
         given = signature.bind(*args, **kwargs).arguments
         target = next(iter(given.values()))
-        if not target.is_meta:  # else vLLM only counts how much would be written
-            expert = given.get("expert_id")
-            local = WHOLE if expert is None else own._map_global_expert_id_to_local_expert_id(expert)
-            # Another rank's expert is not written. It may come when this rank's are in the layer and freed already.
-            if expert is None or local >= 0:
-                written(target, local, given.get("shard_id") or "")
-        return function(own, *args, **kwargs) if bound else function(*args, **kwargs)
+        expert = given.get("expert_id")
+        local = WHOLE if expert is None else own._map_global_expert_id_to_local_expert_id(expert)
+        # On meta, vLLM only counts how much would be written. Another rank's expert is not written: it may come when
+        # this rank's are in the layer and freed already.
+        written = not target.is_meta and (expert is None or local >= 0)
+        with writing(target, local, given.get("shard_id") or "") if written else nullcontext():
+            return function(own, *args, **kwargs) if bound else function(*args, **kwargs)
 
     noted.__signature__ = signature  # type: ignore[attr-defined]
-    parameter.weight_loader = noted
+    # SGLang's parameters with loaders of their own have a property without a setter.
+    setattr(parameter, "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader", noted)
 
     def copied(*args: Any, **kwargs: Any) -> Any:
         own: Any = owner()
         target = getattr(own, name)
-        if not target.is_meta:
-            written(target, WHOLE, "")
-        return torch.Tensor.copy_(target, *args, **kwargs)
+        with nullcontext() if target.is_meta else writing(target, WHOLE, ""):
+            return torch.Tensor.copy_(target, *args, **kwargs)
 
     parameter.copy_ = copied

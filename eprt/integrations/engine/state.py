@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
@@ -65,7 +66,8 @@ class EngineState:
         built: the layers themselves.
         cold: those that were built and not yet warmed up.
         balancing: what moves experts between steps, or None.
-        unfinished: `finish` of each `BoundLayer` whose new weights are still in the engine's parameters.
+        unfinished: each `BoundLayer` whose new weights are still in the engine's parameters.
+        loading: held by the thread that makes room for new weights; some models load with several.
         spent: seconds of the start-up per purpose.
         unfit: why no layer can run in this engine at all, or "".
     """
@@ -81,7 +83,8 @@ class EngineState:
     built: list[ExpertParallelMoE] = field(default_factory=list)
     cold: list[ExpertParallelMoE] = field(default_factory=list)
     balancing: Balancing | None = None
-    unfinished: list[Callable[..., None]] = field(default_factory=list)
+    unfinished: list[Any] = field(default_factory=list)
+    loading: Any = field(default_factory=threading.RLock)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unfit: str = ""
 
@@ -185,8 +188,8 @@ class EngineState:
             CheckpointError: new weights of which some experts lack a part.
             UsageError: a layer whose new weights came in part.
         """
-        for finish in tuple(self.unfinished):
-            finish(whole=False)
+        for bound in tuple(self.unfinished):
+            bound.finish()
         if broken := next((layer.broken for layer in self.built if layer.broken), ""):
             raise UsageError(broken)
         if self.balancing is not None and forward and self.built and not self.cold:

@@ -19,6 +19,10 @@ from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason, requi
 _SRT = "sglang.srt."
 _LAYER = "layers.moe.fused_moe_triton.layer."
 EXPORT = "eprt holds the experts, which SGLang's export would lack: export from a server with SGLANG_PLUGINS=none"
+PLACED = "eprt holds the experts where its 'placement' says: start the server again with new weights, or without it"
+DIRECT = (
+    "eprt holds the experts, and load_format 'direct' copies into parameters: send the checkpoint's names without it"
+)
 _SUMMED = "fuse_mlp_allreduce"  # SGLang's flag: what comes behind the block adds up its output
 
 
@@ -46,6 +50,8 @@ def install(state: SglangState) -> None:
         register(f"managers.scheduler.Scheduler.{save}", partial(_saved, state))
     updater = "model_executor.model_runner_components.weight_updater."
     register(updater + "_unsupported_derived_weight_cache_error", partial(_update_refused, state))
+    register(updater + "WeightUpdater.update_weights_from_tensor", partial(_from_tensors, state))
+    register("model_executor.model_runner.ModelRunner.forward", partial(_before_forward, state), HookType.BEFORE)
 
 
 def _arguments_made(state: SglangState, original: Callable[..., None], args: Any) -> None:
@@ -115,7 +121,7 @@ def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: An
         state.leave(name_of(layer), str(reason))
         return
     method, bound = layer.quant_method, BoundLayer(state, binding)
-    bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(layer))
+    bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(layer), layer)
     layer.quant_method = adopted(method, EprtFusedMoEMethod, bound)
     layer._weight_export_error = EXPORT  # which SGLang (since 0.5.23) asks for before it sends weights
     if binding.expert_parallel:
@@ -167,10 +173,28 @@ def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> No
 
 
 def _update_refused(state: SglangState, original: Callable[..., str | None], *args: Any, **kwargs: Any) -> str | None:
-    """Tells SGLang, which asks before each update of weights, that the experts' parameters are gone."""
-    if not state.bindings:
-        return original(*args, **kwargs)
-    return "eprt holds the experts, whose weights SGLang can't update in place: start the server again with new ones"
+    """Tells SGLang, which asks before each update of weights, of experts that would have to go to other ranks then."""
+    if any(binding.placement is not None for binding in state.bindings):
+        return PLACED
+    return original(*args, **kwargs)
+
+
+def _from_tensors(
+    state: SglangState,
+    original: Callable[..., tuple[bool, str]],
+    updater: Any,
+    named_tensors: Any,
+    load_format: str | None = None,
+) -> tuple[bool, str]:
+    """Refuses tensors that would be copied into parameters as they are: the experts' are gone."""
+    if state.bindings and load_format == "direct":
+        return False, DIRECT
+    return original(updater, named_tensors, load_format)
+
+
+def _before_forward(state: SglangState, *_: Any, **__: Any) -> None:
+    if state.unfinished:
+        state.bring_in()
 
 
 def _saved(state: SglangState, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

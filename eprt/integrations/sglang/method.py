@@ -17,8 +17,12 @@ class EprtFusedMoEMethod:
 
     eprt: BoundLayer
 
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        """Does nothing: parameters are as they were declared, and get room as soon as something is loaded."""
+
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Builds the layer from the loaded parameters, then frees them. Collective."""
+        """Builds the layer from the loaded parameters, then frees them; later brings new ones into it. Collective when
+        it builds."""
         config = layer.moe_runner_config
         named = functools.partial(canonical, layer)
         self.eprt.load(layer, layout_of(layer), interleaved=interleaved(config), canonical=named)

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from eprt.errors import ConfigError
 from eprt.integrations.engine.ranks import POLL_S, world_alone, world_of
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
@@ -33,6 +35,7 @@ class SglangState(EngineState):
     Attributes:
         layer_ids: numbers of the layers that eprt runs, as SGLang's routers know them.
         top_k: experts that a token visits, of the router that was made last.
+        lacking: what the log was told last of new weights that came in part.
     """
 
     engine = "SGLang"
@@ -41,6 +44,7 @@ class SglangState(EngineState):
 
     layer_ids: set[int] = field(default_factory=set)
     top_k: int | None = None
+    lacking: str = ""
 
     def options(self) -> dict[str, Any]:
         return options()
@@ -79,6 +83,21 @@ class SglangState(EngineState):
             off = f"{VARIABLE}='{{\"{ALL_TO_ALL}\": false}}' leaves the layers to SGLang"
             raise ConfigError(f"eprt: {name} can't run, and eprt carries this model's tokens: {reason}; {off}")
         self.fall_back(name, reason)
+
+    def bring_in(self) -> None:
+        """Brings new weights into their layers before the next step. Layers of which experts came in part stay as they
+        were until the rest comes: SGLang may send an update in pieces, and serve between two."""
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.synchronize()  # they were written on another stream than this step's
+        for bound in tuple(self.unfinished):
+            if not (reason := bound.lacking):
+                bound.finish()
+            elif reason != self.lacking:
+                self.lacking = reason
+                self.logger.warning("eprt: old weights serve until the rest of the new ones comes: %s", reason)
+        if cuda:
+            torch.cuda.synchronize()  # their memory goes back to that stream
 
     def await_verdict(self) -> None:
         """Waits a moment for the line that names a lost rank, where ranks watch each other."""

@@ -1,0 +1,112 @@
+"""What an engine's loaders write into a layer's parameters after eprt has freed them, from several threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from eprt.integrations.engine.bound import BoundLayer
+from eprt.integrations.engine.parameters import DENSE
+from eprt.integrations.sglang.state import SglangState
+
+E, ROWS = 8, 16
+
+
+class Parameter(nn.Parameter):
+    """As SGLang's and vLLM's with loaders of their own; SGLang's property has no setter."""
+
+    @property
+    def weight_loader(self) -> Any:
+        return self._weight_loader
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight = Parameter(torch.zeros(E, 2, ROWS), requires_grad=False)
+        self.w2_weight = Parameter(torch.zeros(E, 1, ROWS), requires_grad=False)
+        self.gate = threading.Barrier(1)
+        for parameter in self.parameters():
+            parameter._weight_loader = self.load
+
+    def load(self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int) -> None:
+        self.gate.wait()
+        param.data[expert_id, int(shard_id == "w3")].copy_(loaded_weight)
+
+    def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
+        return expert_id
+
+
+def bound_to(layer: Experts) -> BoundLayer:
+    """eprt's side of a layer whose first experts were taken, and its parameters freed."""
+    world = SimpleNamespace(parallel=SimpleNamespace(ep_size=1))
+    binding: Any = SimpleNamespace(name="layer", config=SimpleNamespace(num_experts=E), world=world)
+    bound = BoundLayer(SglangState(), binding)
+    bound.declared(dict(layer.named_parameters()), DENSE, layer)
+    bound._module = lambda: layer
+    for name, parameter in layer.named_parameters():
+        bound._freed[name] = parameter.shape, parameter.dtype, parameter.device
+        parameter.data = torch.empty(0)
+    return bound
+
+
+def load(layer: Experts, expert: int, shard: str) -> None:
+    parameter = layer.w2_weight if shard == "w2" else layer.w13_weight
+    parameter.weight_loader(parameter, torch.full((ROWS,), expert + 1.0), "name", shard, expert)
+
+
+class Slow(dict[str, Any]):
+    """Holds up whoever makes room: the first until a second comes along, if one does, and that one for longer."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(given)
+        self.first, self.second = threading.Lock(), threading.Event()
+
+    def __getitem__(self, name: str) -> Any:
+        if self.first.acquire(blocking=False):
+            self.second.wait(0.5)
+        elif not self.second.is_set():
+            self.second.set()
+            time.sleep(0.5)
+        return super().__getitem__(name)
+
+
+def test_threads_that_load_at_once_lose_nothing() -> None:
+    """As DeepSeek's models in SGLang do."""
+    layer = Experts()
+    bound = bound_to(layer)
+    bound._freed = Slow(bound._freed)
+    with ThreadPoolExecutor(2) as threads:
+        every = [(e, shard) for e in range(E) for shard in ("w1", "w2", "w3")]
+        list(threads.map(partial(load, layer), *zip(*every, strict=True)))
+    for parameter in layer.parameters():
+        assert torch.equal(parameter, torch.arange(1.0, E + 1)[:, None, None].expand_as(parameter))
+    assert bound.state.unfinished == [bound]
+    assert bound.received.complete
+
+
+def test_a_part_has_come_when_it_is_written() -> None:
+    """Another thread may make room then, and takes layers of which everything has come."""
+    layer = Experts()
+    bound = bound_to(layer)
+    for e in range(E):
+        for shard in ("w1", "w2", "w3") if e else ("w1", "w2"):
+            load(layer, e, shard)
+    layer.gate = threading.Barrier(2)
+    last = threading.Thread(target=load, args=(layer, 0, "w3"), daemon=True)
+    last.start()
+    while not layer.gate.n_waiting:
+        time.sleep(0.01)
+    assert not bound.received.complete
+    assert "local expert 0: w13_weight (w3)" in bound.lacking
+    layer.gate.wait()
+    last.join()
+    assert bound.received.complete
+    assert bound.lacking == ""
