@@ -43,7 +43,12 @@ def main() -> None:
     found = [tokens(engine, spec["prompts"])]
     trainer = None if not spec["updates"] else Trainer(engine, spec)
     for way, checkpoint in spec["updates"]:
+        session = way != "disk" and hasattr(engine, "begin_weight_update")  # since SGLang 0.5.23
+        if session:
+            done(engine.begin_weight_update())
         getattr(trainer, way)(checkpoint)
+        if session:
+            done(engine.end_weight_update())
         found.append(tokens(engine, spec["prompts"]))
     Path(spec["out"]).write_text(json.dumps(found if spec["updates"] else found[0]))
     if spec["kill"] is not None:

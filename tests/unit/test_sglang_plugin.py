@@ -20,7 +20,7 @@ from eprt.config import Activation, MoEConfig
 from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
-from eprt.integrations.sglang.method import known_ids, output_scale
+from eprt.integrations.sglang.method import EprtFusedMoEMethod, known_ids, output_scale
 from eprt.integrations.sglang.parameters import activation_of
 from eprt.integrations.sglang.state import SglangState, name_of
 from eprt.models.published import MODELS
@@ -223,7 +223,12 @@ def test_new_weights_that_came_in_part_wait(caplog: pytest.LogCaptureFixture) ->
         hooks._before_forward(state)
         hooks._before_forward(state)
     assert whole.finish.called
+    for bound in (whole, part):
+        layer = fused_moe(named("UnquantizedFusedMoEMethod"), runner_config())
+        EprtFusedMoEMethod.process_weights_after_loading(Mock(eprt=bound), layer)
+    assert whole.load.called
     assert not part.finish.called
+    assert not part.load.called
     assert [record.getMessage() for record in caplog.records] == [
         "eprt: old weights serve until the rest of the new ones comes: layer 1 lacks w3"
     ]

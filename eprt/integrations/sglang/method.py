@@ -21,8 +21,10 @@ class EprtFusedMoEMethod:
         """Does nothing: parameters are as they were declared, and get room as soon as something is loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Builds the layer from the loaded parameters, then frees them; later brings new ones into it. Collective when
-        it builds."""
+        """Builds the layer from the loaded parameters, then frees them; later brings new ones into it, unless a part of
+        an expert is missing: SGLang would end the server for an error here. Collective when it builds."""
+        if self.eprt.layer is not None and self.eprt.lacking:
+            return  # the next step says so
         config = layer.moe_runner_config
         named = functools.partial(canonical, layer)
         self.eprt.load(layer, layout_of(layer), interleaved=interleaved(config), canonical=named)
