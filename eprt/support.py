@@ -163,14 +163,15 @@ S = TypeVar("S", bound=BackendSpec)
 
 
 def register(table: dict[str, S], spec: S, expected: type[S]) -> None:
-    """Adds a user's row to `table`, for this process. Adding an equal row again changes nothing.
+    """Adds a user's row to `table`, for this process. Adding an equal row again changes nothing. A class has one row,
+    which it reads.
 
     Args:
         expected: the class of the table's rows.
 
     Raises:
-        ConfigError: another class of row; a name that is empty, "auto" or taken; a path that isn't "module:Class"; a
-            field that names nothing, or something that doesn't exist.
+        ConfigError: another class of row; a name that is empty, "auto" or taken; a path that isn't "module:Class", or
+            is another row's; a field that names nothing, or something that doesn't exist.
     """
     kind = expected.__name__
     if not isinstance(cast(object, spec), expected):
@@ -186,6 +187,9 @@ def register(table: dict[str, S], spec: S, expected: type[S]) -> None:
         if unknown or not given:
             found = ", ".join(map(repr, unknown)) or "nothing"
             raise ConfigError(f"{kind} {spec.name!r}: {field} names {found}: choose from {', '.join(known)}")
+    holder = next((name for name, row in table.items() if row.path == spec.path), None)
+    if holder is not None and spec.name not in table:
+        raise ConfigError(f"{spec.path} is {holder!r} already: register a subclass of it as {spec.name!r}")
     if table.setdefault(spec.name, spec) != spec:
         raise ConfigError(f"{spec.name!r} is {table[spec.name].path} already, not {spec.path}: register another name")
 

@@ -251,7 +251,7 @@ def experts_report(
 
     Args:
         libraries: names of other libraries' experts; empty: all that are installed; "none" for none.
-        routing: how tokens choose experts, as `eprt.bench.routings.read_routing` takes it.
+        routing: how tokens choose experts, as `eprt.bench.routings.read_routing` takes it; each row has it.
         keep: called with what was found so far, case after case.
 
     Raises:
@@ -276,7 +276,8 @@ def experts_report(
         others = [ExpertCase(name, shape, SHAPES[shape].config) for name in named]
         jobs += [partial(_bench_baseline, case, bool(libraries)) for case in others]
         for job in jobs:
-            report.add(job(samples, device, ceilings))
+            done = job(samples, device, ceilings)
+            report.add(each if isinstance(each, str) else each | {"routing": routing} for each in done)
             keep(report)
             torch.cuda.empty_cache()
     return report

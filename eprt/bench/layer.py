@@ -104,17 +104,27 @@ def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], 
 
 
 @or_reason
-def measure_layer(context: RankContext, case: LayerCase) -> LayerFound:
+def measure_layer(context: RankContext, case: LayerCase) -> LayerFound | str:
     """Measures this rank's share of one case. Collective; a job for `WorldPool.run`."""
     world = world_of(context)
     torch.manual_seed(world.rank)
     layer = random_layer(case.config, world, case.runtime)
     try:
-        world.warmup(layer)
-        pair = f"{layer.plan.dispatcher} + {layer.plan.executor}"
-        return LayerFound(pair, [_measured(layer, count) for count in case.tokens])
+        found = _times_of(layer, case)
     finally:
         layer.close()
+    chosen = _pair(layer)
+    return f"{chosen}: {found}" if isinstance(found, str) and chosen not in case.what else found
+
+
+@or_reason
+def _times_of(layer: ExpertParallelMoE, case: LayerCase) -> LayerFound:
+    layer.world.warmup(layer)
+    return LayerFound(_pair(layer), [_measured(layer, count) for count in case.tokens])
+
+
+def _pair(layer: ExpertParallelMoE) -> str:
+    return f"{layer.plan.dispatcher} + {layer.plan.executor}"
 
 
 def _measured(layer: ExpertParallelMoE, tokens: int) -> dict[str, list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields
 from hashlib import sha256
@@ -33,6 +33,7 @@ from eprt.cli.run import checkpoint_directory
 from eprt.cli.terminal import Terminal, write
 from eprt.config import RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, InputError, one_block
+from eprt.json_files import shown
 from eprt.models import family_for, has_family
 from eprt.models.checkpoint import Checkpoint, hash63
 from eprt.models.hf_config import HfConfig, boolean, flatten, integer, real
@@ -67,6 +68,7 @@ _INTEGERS = (
     "top_k", "num_beams", "num_return_sequences", "max_length", "min_length", "min_new_tokens", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size",
 )  # fmt: skip
+_TOKEN_IDS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")
 
 
 def generate(arguments: Generate, terminal: Terminal) -> int:
@@ -124,7 +126,7 @@ class _Task:
             model = "" if arguments.output is None else _fingerprint(source)
         tokenizer = load_tokenizer(directory)
         ids = [prompt.ids(tokenizer, vocabulary) for prompt in prompts]
-        config = _checkpoints_generation(directory)
+        config = _checkpoints_generation(directory, vocabulary)
         options = _generation_options(arguments, config)
         all_options = {**config.to_dict(), **options}
         if stops := all_options.get("stop_strings"):
@@ -332,7 +334,7 @@ def _generation_options(arguments: Generation, config: GenerationConfig) -> dict
     return options
 
 
-def _checkpoints_generation(directory: Path) -> GenerationConfig:
+def _checkpoints_generation(directory: Path, vocabulary: int) -> GenerationConfig:
     """Returns what a checkpoint's generation_config.json says; transformers' defaults without one. Raises
     CheckpointError, ConfigError."""
     from transformers import GenerationConfig
@@ -345,11 +347,11 @@ def _checkpoints_generation(directory: Path) -> GenerationConfig:
     except Exception as error:
         why = one_block(" ".join(f"{type(error).__name__}: {error}".split()), 300)
         raise CheckpointError(f"{path}: can't be read: {why}") from error
-    _check_numbers(HfConfig(config.to_dict(), str(path)))
+    _check_numbers(HfConfig(config.to_dict(), str(path)), vocabulary)
     return config
 
 
-def _check_numbers(said: HfConfig) -> None:
+def _check_numbers(said: HfConfig, vocabulary: int) -> None:
     """Raises ConfigError where generation_config.json has what transformers would refuse on the ranks."""
     for name in _REALS:
         real(said, name, default=1.0)
@@ -359,3 +361,17 @@ def _check_numbers(said: HfConfig) -> None:
         value, (allowed, words) = said.get(name), _LIMITS[name]
         if value is not None and not allowed(value):
             raise ConfigError(f"{said.where}: {name} is {value}: must be {words}")
+    for name in _TOKEN_IDS:
+        for token in _inside(said.get(name)):
+            if type(token) is not int or token >= vocabulary:
+                known = f"expected token ids up to {vocabulary - 1}, by config.json's vocab_size"
+                raise ConfigError(f"{said.where}: {name} has {shown(token)}: {known}; correct one of the two files")
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Yields what a value, or lists in it, hold; nothing for None."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _inside(each)
+    elif value is not None:
+        yield value

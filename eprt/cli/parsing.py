@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import make_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
@@ -79,10 +79,14 @@ def _any_of(kinds: dict[str, type[Any]]) -> Any:
 
 
 def _parse(kind: Any, prog: str, words: list[str], about: str | None = None) -> Any:
-    return tyro.cli(
-        kind,
-        prog=prog,
-        description=about,
-        args=words,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
+    return _without_doubles(tyro.cli(kind, prog=prog, description=about, args=words, config=config))
+
+
+def _without_doubles(value: Any) -> Any:
+    """Returns arguments whose lists have each value once: what is named twice isn't measured twice."""
+    if isinstance(value, tuple):
+        return tuple(dict.fromkeys(value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{field.name: _without_doubles(getattr(value, field.name)) for field in fields(value)})

@@ -47,7 +47,6 @@ CHOICES = columns("phase | before | now | us before = us_before:.0f | us now = u
 
 def tune(arguments: Tune, terminal: Terminal) -> int:
     require_tokens(arguments.tokens, 1)
-    arguments = replace(arguments, tokens=tuple(dict.fromkeys(arguments.tokens)))
     if not arguments.budget_s > 0:  # NaN, too
         raise ConfigError(f"--budget-s {arguments.budget_s:g}: expected seconds, more than 0")
     start, path = time.monotonic(), own_path()

@@ -123,7 +123,8 @@ def register_dispatcher(spec: DispatcherSpec) -> None:
         spec: the facts of the dispatcher; `spec.path` is "module:Class" of a `Dispatcher`.
 
     Raises:
-        ConfigError: another dispatcher has the name, or the spec names a format, payload or device that doesn't exist.
+        ConfigError: another dispatcher has the name or the class, or the spec names a format, payload or device that
+            doesn't exist.
     """
     register(DISPATCHERS, spec, DispatcherSpec)
 

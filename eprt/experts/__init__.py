@@ -139,7 +139,8 @@ def register_executor(spec: ExecutorSpec) -> None:
         spec: the facts of the executor; `spec.path` is "module:Class" of a `PreparedExecutor`.
 
     Raises:
-        ConfigError: another executor has the name, or the spec names a format, payload or device that doesn't exist.
+        ConfigError: another executor has the name or the class, or the spec names a format, payload or device that
+            doesn't exist.
     """
     register(EXECUTORS, spec, ExecutorSpec)
 

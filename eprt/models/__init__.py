@@ -17,6 +17,7 @@ from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.kinds import require_kinds
 from eprt.layer import ExpertParallelMoE
+from eprt.layer.parts import placement_in
 from eprt.models import deepseek, families, gpt_oss
 from eprt.models.base import ModelFamily as ModelFamily
 from eprt.models.checkpoint import Checkpoint, hash63
@@ -149,7 +150,8 @@ def load_layer(
     Raises:
         CheckpointError: a file or tensor isn't what config.json says, or holds NaN or infinity; a tensor of the layer
             has no use in it.
-        ConfigError: the config is incomplete or unsupported, the placement is for other experts, or there is no `rank`.
+        ConfigError: the config is incomplete or unsupported, the placement is for other experts or for a world of other
+            sizes than `parallel`, or there is no `rank`.
     """
     require_kinds(load_layer, {"source": source, "parallel": parallel, "placement": placement})
     if not isinstance(source, Checkpoint):
@@ -157,7 +159,8 @@ def load_layer(
             return load_layer(checkpoint, layer, parallel, rank, placement)
     family = family_for(source.config)
     config = _moe_config(source, family, layer)
-    placement = placement or ExpertPlacement(config.num_experts, parallel or ParallelConfig())
+    if placement is None or parallel is not None:
+        placement = placement_in(parallel or ParallelConfig(), config, placement)
     placement.in_slots(config)  # made for this many experts
     shard, router = placement.shard(rank), family.load_router(source, layer, config)
     names = _names(source, family.block(source, layer))

@@ -17,7 +17,7 @@ from eprt.errors import UnsupportedError, aligned
 from eprt.experts import EXECUTORS, ExecutorSpec, executor_spec
 from eprt.kinds import require_kinds
 from eprt.placement import ExpertPlacement
-from eprt.plan.measured import own_fingerprint
+from eprt.plan.measured import own_fingerprint, own_tables
 from eprt.plan.model import Estimate, dispatch_estimate, experts_estimate
 from eprt.support import Device, Support, refuse
 
@@ -238,6 +238,10 @@ class _Ask:
             said.insert(0, f"nothing measured on {self.device} for this layer")
         if self.parallel.world_size == 1:
             said.append("a world of one moves nothing")
+        tuned = any(table["sm"] == self.device.sm for table in own_tables()) and self.parallel.moe_tp_size == 1
+        if tuned and any(half is None or half.basis != "measured" for _, half in halves):
+            tokens = self.tokens
+            said.append(f"eprt tune has no times of this model at {tokens} tokens a rank: --tokens {tokens} adds them")
         others = {c.dispatcher: c.dispatch.us for c in possible if c.dispatch and c.dispatcher != best.dispatcher}
         others |= {c.executor: c.experts.us for c in possible if c.experts and c.executor != best.executor}
         if not self._casts(best) and any(map(self._casts, possible)):

@@ -112,6 +112,16 @@ def _check_table(num_tokens: int, top_k: int, token_ids: torch.Tensor | None, to
             raise InputError(f"token_ids span [{low}, {high}]: the hash table has rows [0, {token_table.shape[0]})")
 
 
+def _check_padding(padding: torch.Tensor, hidden: torch.Tensor) -> None:
+    T = hidden.shape[0]
+    one = padding.ndim == 1 and padding.shape[0] >= T and padding.dtype == torch.bool and padding.is_contiguous()
+    if not one or padding.device != hidden.device:
+        raise InputError(
+            f"padding is {tuple(padding.shape)}, strides {padding.stride()}, {padding.dtype} on {padding.device}: "
+            f"expected a contiguous bool [{T} or more] on {hidden.device}, True for each token that nobody reads"
+        )
+
+
 class Router(nn.Module):
     """One layer's router: computes the logits and chooses experts.
 
@@ -195,6 +205,8 @@ class Router(nn.Module):
         """Returns the TopK of hidden states [..., H] (`hash`: with their vocabulary ids [...]). Those of the T tokens
         that `padding` [T or more] bool marks get E for an id: no expert. Raises as `route`."""
         hidden = self._rows(hidden)
+        if padding is not None:
+            _check_padding(padding, hidden)
         token_ids = None if token_ids is None else token_ids.reshape(-1)
         fused = self._kernels(hidden)
         if fused is not None and (token_ids is None or token_ids.device == hidden.device):

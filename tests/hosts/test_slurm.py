@@ -86,7 +86,9 @@ class Cluster:
         words = ["sbatch", "--parsable", "--nodes", nodes, "--chdir", folder, "--cpus-per-task", ranks]
         said = self.ask(
             *words, ROOT / "launch/slurm.sbatch", PROGRAM, folder / "progress", *more, RANKS=str(ranks),
-            PORT=str(29700 + len(list(self.folder.iterdir())) % 200), LOGS=str(folder / "logs"), **settings,
+            PORT=str(29700 + len(list(self.folder.iterdir())) % 200), LOGS=str(folder / "logs"),
+            PYTHON="",  # the script finds the checkout's
+            **settings,
         )  # fmt: skip
         assert said.isdigit(), said
         return said

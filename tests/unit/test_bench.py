@@ -215,6 +215,18 @@ def test_a_refusal_becomes_one_note(monkeypatch) -> None:
     ]
 
 
+@pytest.mark.parametrize(("dispatcher", "named"), [("auto", "none + torch_grouped: "), ("none", "")])
+def test_a_pair_that_fails_to_warm_up_is_named(monkeypatch, dispatcher: str, named: str) -> None:
+    def fails(*layers) -> None:
+        raise ConfigError("no memory")
+
+    monkeypatch.setattr(World, "warmup", fails)
+    context = RankContext(0, 1, "cpu")
+    found = layer.measure_layer(context, layer.LayerCase("tiny", (1,), dispatcher, "torch_grouped"))
+    context.close()
+    assert found == f"{named}no memory"
+
+
 def test_every_dispatcher_and_peer_is_measured_where_it_runs() -> None:
     assert transports("cpu") == ["none", "torch", "collectives by hand"]
     assert transports("cuda") == [*DISPATCHERS, *BASELINES]

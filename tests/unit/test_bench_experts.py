@@ -105,7 +105,9 @@ def test_the_report_its_table_and_what_was_left_out(monkeypatch, capsys):
     given = {"tokens": [1], "libraries": ["none"]}
     report = experts_report(["gpt-oss-120b"], **given, keep=lambda report: kept.append(len(report.rows)))
     assert kept == [2]
-    assert report.rows == rows
+    assert report.rows == [{**row, "routing": "uniform"} for row in rows]
+    zipf = experts_report(["gpt-oss-120b"], **given, routing="zipf:1.1:0")
+    assert {row["routing"] for row in zipf.rows} == {"zipf:1.1:0"}, "a result says how it was routed"
     assert report.limits == {"copy_gb_per_s": 4256.8, "bf16_tflop_per_s": 800.0}
     assert "humming on gpt-oss-120b: runs on cuda, not on cpu" in report.notes
     assert len(report.notes) == len(EXECUTORS) - 2

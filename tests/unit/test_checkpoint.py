@@ -15,11 +15,12 @@ from support.jobs import checkpoint_jobs as jobs
 
 from eprt.config import ParallelConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
-from eprt.errors import CheckpointError, UsageError
+from eprt.errors import CheckpointError, ConfigError, UsageError
 from eprt.models import checkpoint as checkpoint_module
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, INDEX, MAX_CONFIG_BYTES, QUANT_CONFIG, SINGLE, Checkpoint, read_config
 from eprt.models.shards import Shard
+from eprt.placement import ExpertPlacement
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SCALES = "model.layers.0.mlp.experts.down_proj_scales"  # of a tiny checkpoint
@@ -319,6 +320,13 @@ class TestOnlyLocalBytes:
             load_layer(spoilt, 0, ParallelConfig(4), rank)
         with pytest.raises(CheckpointError, match=r"down_proj_scales.*255 \(NaN\)"):
             load_layer(spoilt, 0, ParallelConfig(4), 3)
+
+    def test_a_placement_of_a_world_of_other_sizes_is_refused(self, tiny):
+        placement, attention_tp = ExpertPlacement(8, ParallelConfig(2)), ParallelConfig(2, attention_tp_size=2)
+        with pytest.raises(ConfigError, match=r"the placement is for .* sizes \(2, 1\), the world has \(4, 1\)"):
+            load_layer(tiny, 0, ParallelConfig(4), 1, placement)
+        for parallel in (None, attention_tp):
+            assert load_layer(tiny, 0, parallel, 1, placement).shard == placement.shard(1)
 
 
 class TestAllRanks:

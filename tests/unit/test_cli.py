@@ -23,7 +23,8 @@ from support.processes import environment, wait_until_gone, working_in
 
 from eprt.bench.report import Report
 from eprt.cli import arguments, main, run
-from eprt.cli.parsing import COMMANDS
+from eprt.cli.arguments import Simulation
+from eprt.cli.parsing import COMMANDS, parse
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
 from eprt.models import load_layer
@@ -101,6 +102,19 @@ def test_run_joins_torchrun(tiny: Path) -> None:
     result = json.loads(done.stdout)  # one rank speaks
     assert result["ok"]
     assert result["world"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("bench experts --shapes one two one --tokens 8 1 8", {"shapes": ("one", "two"), "tokens": (8, 1)}),
+        ("bench layer --shapes tiny tiny", {"shapes": ("tiny",)}),
+        ("bench dispatch --simulate --ranks 16 16", {"simulation": Simulation(ranks=(16,))}),
+    ],
+)
+def test_what_is_named_twice_is_measured_once(words: str, expected: dict[str, object]) -> None:
+    found = parse(words.split())
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -66,23 +67,30 @@ def test_two_nodes_go_on_after_a_rank_of_one_was_killed(tmp_path: Path, victim: 
 
 
 def test_slurm(tmp_path: Path) -> None:
-    """The batch script with stand-ins of scontrol and srun: srun starts its command once a node."""
+    """The batch script with stand-ins of scontrol and srun: srun starts its command once a node. Slurm runs a copy of
+    the script, and the interpreter is that of the checkout which it was copied from."""
+    checkout, spooled = tmp_path / "a checkout", tmp_path / "slurm_script"
+    shutil.copy(ROOT / "launch/slurm.sbatch", spooled)
+    job = f"JobId=7 JobName=eprt\\n   Command={checkout}/launch/slurm.sbatch -m eprt run\\n   WorkDir=/\\n"
     stand_ins = {
-        "scontrol": 'echo "$@" >>"$SEEN"; printf "localhost\\nother\\n"',
+        "scontrol": 'echo "$@" >>"$SEEN"; [ "$1 $2" = "show hostnames" ] || { printf "' + job + '"; exit; }; '
+        'printf "localhost\\nother\\n"',
+        f"{checkout.name}/.venv/bin/python": f'echo "its python" >>"$SEEN"; exec {sys.executable} "$@"',
         "srun": 'echo "$@" >>"$SEEN"; while [ "${1#--}" != "$1" ]; do [ "${1#*=}" != "$1" ] || shift; shift; done; '
         '"$@" & first=$!; "$@"; wait "$first"',
     }
     for name, body in stand_ins.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\nset -e\n{body}\n")
         (tmp_path / name).chmod(0o755)
     progress, seen = tmp_path / "progress", tmp_path / "seen"
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2"}
     slurm |= {"SLURM_GPUS_ON_NODE": "2", "SLURM_SUBMIT_DIR": str(tmp_path / "with a space")}
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    command = ["bash", ROOT / "launch/slurm.sbatch", PROGRAM, progress]
-    run([command], PATH=path, SEEN=str(seen), PORT=str(free_port()), **slurm)
+    run([["bash", spooled, PROGRAM, progress]], PYTHON="", PATH=path, SEEN=str(seen), PORT=str(free_port()), **slurm)
     check(progress, 4, ONCE)
     assert "show hostnames node[0-1]" in seen.read_text()
+    assert seen.read_text().count("its python") == 2
     assert "--kill-on-bad-exit=1" in seen.read_text()
     assert sorted((tmp_path / "with a space" / "eprt-7").glob("*/attempt_0/*/stderr.log")), "no log of any rank"
 

@@ -117,6 +117,7 @@ def test_registering_an_equal_row_again_changes_nothing() -> None:
     [
         (replace(MIRROR, path="other:Mirror"), r"'mirror' is .*:Mirror already, not other:Mirror"),
         (replace(MIRROR, name="symm"), r"'symm' is eprt\.dispatch\.symm:SymmetricMemoryDispatcher already"),
+        (replace(MIRROR, name="other"), r":Mirror is 'mirror' already: register a subclass of it as 'other'"),
         (replace(MIRROR, name="auto"), "name 'auto': expected a name of its own"),
         (replace(MIRROR, path="mirror"), "path 'mirror': expected 'module:Class'"),
         (replace(MIRROR, formats=("flt",)), "formats names 'flt': choose from flat, expert_major"),

@@ -12,7 +12,7 @@ import torch
 from eprt.config import MoEConfig, Routing
 from eprt.errors import ConfigError, InputError
 from eprt.routing import Router, route, warmup
-from eprt.tokens import RouterLogits
+from eprt.tokens import RouterLogits, TopK
 
 T, E, K, H, V = 37, 16, 4, 32, 50
 HF_CONFIG = SimpleNamespace(
@@ -228,11 +228,24 @@ IDS, TABLE = torch.tensor([0, 1, 2]), torch.zeros(V, K, dtype=torch.long)
         (ConfigError, "experts -1 to -1", lambda: Router(LOGITS.T, Routing("hash"), K, token_table=TABLE - 1)),
         (InputError, "hidden is", lambda: Router(LOGITS, Routing(), 1)(torch.zeros(2, E + 1))),
         (InputError, "router.to", lambda: Router(LOGITS, Routing(), 1)(torch.zeros(2, E).bfloat16())),
+        (InputError, r"\(1,\).*: expected a contiguous bool \[2 or more\]", lambda: padded(torch.ones(1) > 0)),
+        (InputError, r"padding is \(2,\), strides \(1,\), torch.int32 on cpu", lambda: padded(torch.ones(2).int())),
+        (InputError, r"padding is \(2, 1\)", lambda: padded(torch.ones(2, 1) > 0)),
+        (InputError, r"padding is \(2,\), strides \(2,\)", lambda: padded((torch.ones(4) > 0)[::2])),
+        (InputError, "on meta: expected .* on cpu", lambda: padded(torch.ones(2, device="meta") > 0)),
     ],
 )
 def test_refusals(error, text, call):
     with pytest.raises(error, match=text):
         call()
+
+
+def padded(marks: torch.Tensor) -> TopK:
+    return Router(LOGITS, Routing(), 1)(torch.zeros(2, E), None, marks)
+
+
+def test_a_token_that_padding_marks_has_no_expert():
+    assert padded(torch.tensor([False, True, True])).ids[:, 0].tolist() == [0, LOGITS.shape[0]]
 
 
 def test_a_change_in_place_is_brought_to_what_graphs_read():

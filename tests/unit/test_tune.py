@@ -57,6 +57,10 @@ def test_what_was_measured_is_what_the_plan_goes_by(tmp_path: Path, monkeypatch,
     assert shown["plans"][0]["dispatcher"] == min(times, key=times.get)
     assert "torch_grouped measured" in shown["plans"][0]["reason"]
     assert "eprt tune" in shown["plans"][0]["reason"]
+    lacking = "eprt tune has no times of this model at 128 tokens a rank: --tokens 128 adds them"
+    for words, lacks in ((("--max-tokens-per-rank", "16"), False), ((), True)):
+        assert main(["explain", *asked, *words, "--json"]) == 0
+        assert (lacking in capsys.readouterr().out) == lacks, words
 
 
 def test_rows_that_were_not_measured_again_are_kept() -> None:

@@ -258,7 +258,9 @@ def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"eos_token_id={shown(ends)}: expected a token id, or a list of them") from error
     known = [*([] if pad is None else [int(pad)]), *sorted(stops)]
-    return stops, next((token for token in known if token >= 0), 0)  # files say -1 where there is none
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    # Files say -1 where there is none, and some name a token that was never added to the model.
+    return stops, next((token for token in known if 0 <= token < vocabulary), 0)
 
 
 def _batches(rows: list[torch.Tensor], size: int, most_tokens: int, alike: bool) -> Iterator[list[int]]:
