@@ -25,7 +25,7 @@ from eprt.tokens import TopK
 from eprt.world import World
 from eprt.world.groups import make_splittable
 from eprt.world.shared_exchange import open_exchange
-from support.builders import NOTHING, caught, die, said
+from support.builders import NOTHING, caught, said
 
 CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8)
 COORDINATES = ("dp_rank", "attention_tp_rank", "ep_rank", "moe_tp_rank")
@@ -35,39 +35,6 @@ def _step(dispatcher, tokens: int) -> None:
     ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % 8
     sent = dispatcher.dispatch(torch.ones(tokens, 16), TopK(ids, torch.ones(tokens, 2)))
     dispatcher.combine(torch.zeros(sent.tokens.num_rows, 16), sent.handle)
-
-
-def meet(context) -> None:
-    """Start-up of the World that `traffic_with_fault` uses."""
-    context.world(timeout_s=3.0)
-
-
-def traffic_with_fault(context, kind: str, victim: int, name: str, sockets: bool = False) -> str:
-    """Steps until the victim's fault; survivors raise what the World tells them. `sockets`: as on several hosts."""
-    world = context.world(timeout_s=3.0)
-    if sockets:
-        world._shared = None
-    dispatcher = make_dispatcher(name, world, CONFIG, RuntimeConfig())
-    for step in range(60):
-        tokens = 1 + (step + context.rank) % 3
-        with world.step(tokens, number=step):
-            if context.rank == victim and step == 5:
-                FAULTS[kind](world)
-            _step(dispatcher, tokens)
-    return "finished"
-
-
-def _raise(world: World) -> None:
-    raise ArithmeticError("the victim's own words")
-
-
-def _leave_quietly(world: World) -> None:
-    with contextlib.suppress(SystemExit), world:
-        sys.exit(0)
-    time.sleep(30)
-
-
-FAULTS = {"killed": die, "raises": _raise, "leaves": _leave_quietly}
 
 
 def coordinates(context, attention_tp: int, moe_tp: int) -> tuple[int, ...]:
@@ -226,20 +193,11 @@ def without_torchrun(context, port: int, what: str) -> str:
             World.from_env("cpu", timeout_s=1.5)
         except RankLost as error:
             return f"{error.rank} {error.why} {error}"
-    if what == "one world after another":
-        for _ in range(3):
-            with World.from_env("cpu", timeout_s=20) as world:
-                world.barrier()
-                time.sleep(0.1 * context.rank)  # rank 0 is the first to close
-        return "closed"
-    world = World.from_env("cpu", timeout_s=20)
-    if what == "rank 0 is killed" and context.rank == 0:
-        die()
-    if what == "rank 0 closes early" and context.rank == 0:
-        world.close()
-        time.sleep(30)
-    world.barrier()
-    return NOTHING
+    for _ in range(3):
+        with World.from_env("cpu", timeout_s=20) as world:
+            world.barrier()
+            time.sleep(0.1 * context.rank)  # rank 0 is the first to close
+    return "closed"
 
 
 def late_for_a_barrier(context) -> tuple[int, str]:
@@ -296,19 +254,6 @@ def worlds_come_and_go(context) -> tuple[list[dict[str, int]], list[dict[str, in
         closed.append(_settled())
     gc.enable()
     return opened, closed
-
-
-def many_worlds(context, count: int) -> tuple[dict[str, int], dict[str, int]]:
-    """What this process holds after two Worlds, and after `count` of them."""
-    after = {}
-    gc.disable()
-    for number in range(1, count + 1):
-        with World.from_env("cpu", timeout_s=20, attention_tp_size=1 + number % 2) as world:
-            _step(make_dispatcher("torch", world, CONFIG, RuntimeConfig()), 3)
-        if number in (2, count):
-            after[number] = _settled()
-    gc.enable()
-    return after[2], after[count]
 
 
 def _settled() -> dict[str, int]:
