@@ -50,7 +50,7 @@ LONG = (
     r"test_hostile_dialects::test_broken_files_cost_little",
     r"test_generate_kills::",
     r"test_generation_starts::",
-    r"test_page_commands::test_it_runs\[bench",
+    r"test_pages::test_commands_in_blocks_run\[bench",
     r"test_page_code::test_fragments\[README",
     r"test_plugins::test_a_strangers",
     # Every check comes before a pair of backends does anything: one pair shows what it says.
