@@ -104,9 +104,8 @@ def w8a8_fp8(strategy: str) -> Loaded:
 
 def gptq(**config: Any) -> Loaded:
     """Scales in float16, whatever the tokens are."""
-    loaded = layouts.gptq()
-    parameters = {name: tensor for name, tensor in loaded.parameters.items() if not name.endswith("bias")}
-    loaded.parameters = parameters | {name: parameters[name].half() for name in ("w13_scales", "w2_scales")}
+    loaded = layouts.gptq(torch.float16)
+    loaded.parameters = {name: tensor for name, tensor in loaded.parameters.items() if not name.endswith("bias")}
     vars(loaded.method.quant_config).update(config)
     return schemed(loaded, "GPTQMarlinMoEScheme", quant_config=loaded.method.quant_config)
 
