@@ -160,11 +160,8 @@ def test_a_world_of_one_needs_no_process_group() -> None:
             World.from_env("cuda")
 
 
-def test_without_torchrun_worlds_follow_each_other_on_a_port_and_a_rank_that_never_comes_is_named() -> None:
-    found = launch(jobs.without_torchrun, 3, port=free_port(), what="one world after another")
-    assert found == ["closed"] * 3
-    gone = "1 silent ranks [1] of 3 didn't come within 1.5 s of start-up; look at their logs. Restart the job."
-    assert launch(jobs.without_torchrun, 3, port=free_port(), what="one never comes") == [gone, "absent", gone]
+def test_without_torchrun_worlds_follow_each_other_on_a_port() -> None:
+    assert launch(jobs.without_torchrun, 3, port=free_port()) == ["closed"] * 3
 
 
 def test_a_resource_made_in_inference_mode_can_be_written_to_outside() -> None:
