@@ -138,7 +138,6 @@ def test_a_closed_world_gives_its_threads_and_descriptors_back() -> None:
 @pytest.mark.parametrize(
     ("job", "found"),
     [
-        (jobs.late_for_a_barrier, [(1, "behind")] * 3),
         (jobs.two_worlds_and_their_hooks, [[True, True]] * 2),  # Worlds close in any order
         (jobs.forked_child_leaves, ["exit 0"] * 2),  # a forked child is not the rank
         (jobs.split_of_a_second_default_group, [[1, 1]] * 2),  # torch alone ends by SIGSEGV there

@@ -19,13 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher
-from eprt.errors import RankLost
 from eprt.support import Device
 from eprt.tokens import TopK
 from eprt.world import World
 from eprt.world.groups import make_splittable
 from eprt.world.shared_exchange import open_exchange
-from support.builders import NOTHING, caught, said
+from support.builders import caught, said
 
 CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8)
 COORDINATES = ("dp_rank", "attention_tp_rank", "ep_rank", "moe_tp_rank")
@@ -192,19 +191,6 @@ def without_torchrun(context, port: int) -> str:
     return "closed"
 
 
-def late_for_a_barrier(context) -> tuple[int, str]:
-    """Rank 1 sleeps outside any dispatcher's call."""
-    world = context.world(timeout_s=1.5)
-    if context.rank == 1:
-        time.sleep(3)
-        return 1, "behind"
-    try:
-        world.barrier()
-    except RankLost as error:
-        return error.rank, error.why
-    return -1, NOTHING
-
-
 def two_worlds_and_their_hooks(context) -> list[bool]:
     """Closed in the order they were made; the one that is left still hears of an uncaught exception."""
     context.world()
@@ -318,15 +304,3 @@ def on_two_hosts(context) -> tuple[bool, list[tuple[int, ...]]]:
         world.step(3 + context.rank, words=(7,)) as step,
     ):
         return world.shares_words, [step.tokens, *step.words]
-
-
-def waits_for_a_rank_that_left(context) -> tuple[str, int]:
-    """Rank 1 closes its World; the others wait in an exchange."""
-    with World.from_env("cpu", timeout_s=20) as world:
-        if context.rank == 1:
-            return "left", 1
-        try:
-            world.gather_words([1])
-        except RankLost as error:
-            return error.why, error.rank
-    return NOTHING, -1
