@@ -68,7 +68,7 @@ _INTEGERS = (
     "top_k", "num_beams", "num_return_sequences", "max_length", "min_length", "min_new_tokens", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size",
 )  # fmt: skip
-_TOKEN_IDS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")
+_TOKEN_IDS = ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")
 
 
 def generate(arguments: Generate, terminal: Terminal) -> int:

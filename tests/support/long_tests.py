@@ -33,8 +33,6 @@ LONG = (
     r"test_generation::test_the_registered_implementation_gives_the_same_tokens\[(?!gpt_oss|qwen3_moe|deepseek_v3)",
     r"test_integration::test_logits_are_those_of_the_saved_checkpoint\[(?!gpt_oss|qwen3_moe|deepseek_v3)",
     r"test_integration::test_a_published.*(float_channel|gptq)",  # files differ; every shard of them is another test's
-    # The same backends of the page pass every case of doctor in test_plugins, and run by name.
-    r"test_page_code::test_extending",
     # A rank that replays beside one that doesn't, in steps and out of them: each once; a model's graphs, on one model.
     r"test_step_graphs_on_gloo::test_layers_with_graphs_of_their_own.*\[(-1-True|1-False)",
     r"test_generation::test_decode_steps_from_graphs.*\[(qwen3_moe|deepseek_v3)\]",
@@ -52,7 +50,7 @@ LONG = (
     r"test_hostile_dialects::test_broken_files_cost_little",
     r"test_generate_kills::",
     r"test_generation_starts::",
-    r"test_page_commands::test_it_runs\[bench",
+    r"test_pages::test_commands_in_blocks_run\[bench",
     r"test_page_code::test_fragments\[README",
     r"test_plugins::test_a_strangers",
     # Every check comes before a pair of backends does anything: one pair shows what it says.

@@ -252,15 +252,6 @@ def test_a_link_of_ones_own_is_followed(tmp_path: Path, writer: str) -> None:
     assert output.is_symlink()
 
 
-def test_a_pipe_is_written_into() -> None:
-    """/dev/stdout, or what a shell makes of >(command)."""
-    reader, writer = os.pipe()
-    write_whole(Path(f"/dev/fd/{writer}"), "found")
-    os.close(writer)
-    with open(reader) as pipe:
-        assert pipe.read() == "found"
-
-
 def test_a_link_put_where_a_result_will_be_written_leads_nowhere(tmp_path: Path) -> None:
     """Somebody else may write into the folder; what the link points to is not theirs."""
     output, precious = tmp_path / "result.json", tmp_path / "precious"

@@ -166,7 +166,7 @@ def finish(*processes: Interpreter) -> list[tuple[int, str]]:
 def test_a_lost_rank_at_start_up_is_exit_code_75() -> None:
     ((code, said),) = finish(process(0, 2, free_port(), timeout=1.0))
     assert code == 75, said
-    assert "RankLost: ranks [1] of 2 didn't come within 1 s" in said
+    assert "RankLost: ranks [1] of 2 didn't come within 1 s of start-up; look at their logs. Restart the job." in said
 
 
 def test_a_late_rank_hears_from_rank_0s_store_though_rank_0_is_through() -> None:

@@ -164,16 +164,6 @@ def test_a_dispatch_that_raises_sends_nothing_and_leaves_its_buffer_free(library
     assert run_ranks(job) == [[]] * SIZE
 
 
-def test_layers_of_one_geometry_share_memory_and_others_do_not(library):
-    def job(world):
-        same = [make(world), make(world)]
-        other = make(world, hidden_size=128)
-        problems = [p for d in (same[0], other, same[1]) for p in transported(d, CASES[5])]
-        return problems, len(world.resources)
-
-    assert run_ranks(job) == [([], 2)] * SIZE
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_memory_is_freed_unless_a_kernel_may_still_wait_for_a_lost_peer(library, broken):
     def job(world):

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/ say what is true: paths exist, commands and flags parse, tables are the code's."""
+"""README, CONTRIBUTING and docs/ say what is true: paths exist, commands run, flags parse, tables are the code's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 import eprt
-from eprt.cli.parsing import parse
+from eprt import balance
+from eprt.cli import main
+from eprt.cli.parsing import COMMANDS, parse
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 
@@ -41,19 +44,28 @@ def code_blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def commands() -> list[list[str]]:
-    """Every `eprt ...` command of the pages, in blocks and in backticks."""
-    text = "\n".join((ROOT / page).read_text() for page in PAGES)
-    lines = [line for block in code_blocks(text, "bash") for line in block.splitlines()]
-    lines += re.findall(r"`(eprt (?:run|generate|explain|doctor|bench)[^`]*)`", text)
-    found = [shlex.split(line, comments=True) for line in lines if re.match(r"(\.venv/bin/)?eprt ", line)]
-    return [words[1:] for words in found]
+TEXT = "\n".join((ROOT / page).read_text() for page in PAGES)
+LINES = re.findall(r"^(?:\.venv/bin/)?eprt (.*)$", "\n".join(code_blocks(TEXT, "bash")), flags=re.MULTILINE)
+SHOWN = list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in LINES))  # commands in blocks
+IN_PROSE = re.findall(r"`eprt ((?:run|generate|explain|doctor|bench)[^`]*)`", TEXT)
+BY_PLUGINS = [line for line in SHOWN if "my_backends" in line]  # run by test_plugins.py
+TINY = ["--world", "2", "--device", "cpu", "--tokens", "2"]
+# Flags that come after the page's own and win: a CPU's sizes. Other commands run as they stand.
+SMALLER = {
+    "bench layer": [*TINY, "--shapes", "tiny"],
+    "bench dispatch": [*TINY, "--shapes", "h2880k4", "--transports", "torch"],
+    "bench router": ["--tokens", "2", "--shapes", "gpt-oss-120b"],
+    "bench exchange": ["--world", "2", "--device", "cpu", "--rounds", "5"],
+    "warm": ["--max-tokens-per-rank", "1"],
+    "bench step": ["--device", "cpu", "--models", "tiny", "--layers", "1", "--tokens", "1", "--rounds", "1"],
+}
 
 
 def test_the_patterns_find_something() -> None:
     assert {"scripts/run.sh", "scripts/test.sh", "docs/choose.md", "LICENSE"} <= paths(README)
     assert "eprt/plan/measured.json" in paths(CHOOSE)
-    assert len(commands()) >= 5
+    assert len(SHOWN) >= 15
+    assert len(IN_PROSE) >= 10
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -69,12 +81,38 @@ def test_paths_exist(page: str) -> None:
     assert not left or here == ROOT
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_commands_parse(words: list[str]) -> None:
-    if words == ["explain"]:  # named in prose, without its one required argument
-        words = ["explain", "--model", "DIR"]
-    if words != ["bench"]:  # in prose: all of them
-        parse(words)
+@pytest.mark.parametrize("line", [*IN_PROSE, *BY_PLUGINS])
+def test_commands_that_are_not_run_here_parse(line: str) -> None:
+    if line != "bench":  # all of them
+        parse(["explain", "--model", "DIR"] if line == "explain" else shlex.split(line))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("line", [line for line in SHOWN if line not in BY_PLUGINS])
+def test_commands_in_blocks_run(tiny: Path, line: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    balance.write_counts("counts.json", {0: torch.arange(128), 1: torch.arange(128).flip(0)})
+    words = ["gpt-oss-120b" if word == "MODEL" else str(tiny) if word == "DIR" else word for word in line.split()]
+    name = next(name for name in COMMANDS if line.startswith(name))
+    wanted = 2 if name in ("bench experts", "bench router") and not torch.cuda.is_available() else 0
+    assert main([*words, *(["--ranks", "16", "32"] if "--simulate" in words else SMALLER.get(name, []))]) == wanted
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 if wanted else out
+
+
+def test_explain_shows_what_the_limits_page_says_that_it_shows(capsys) -> None:
+    page = " ".join((ROOT / "docs/limits_and_errors.md").read_text().split())
+    for line in re.findall(r"`eprt (explain [^`]+)`", page):
+        assert main(line.split()) == 0
+    shown = capsys.readouterr().out
+    assert "symm: needs all ranks on one NVLink host" in shown
+    assert "goes on without a rank that is lost between two steps" in shown
+
+
+def test_the_pages_show_what_every_command_is_for() -> None:
+    """Those that no block shows have tests of their own."""
+    shown = {name for name in COMMANDS for line in SHOWN if line.startswith(name)}
+    assert set(COMMANDS) - shown <= {"run", "generate", "tune"}
 
 
 def test_the_launch_page_lists_every_environment_variable_and_no_other() -> None:
@@ -92,7 +130,7 @@ def test_the_two_commands_are_the_scripts_that_ci_runs() -> None:
 
 
 def test_python_blocks_use_public_names_that_exist() -> None:
-    for block in code_blocks("\n".join((ROOT / page).read_text() for page in PAGES), "python"):
+    for block in code_blocks(TEXT, "python"):
         compile(block, "a page", "exec")
         for name in re.findall(r"\beprt\.([A-Za-z_]+)", block):
             assert hasattr(eprt, name) or find_spec(f"eprt.{name}"), name
@@ -181,5 +219,4 @@ def test_the_site_knows_every_page() -> None:
 
 
 def test_pages_hold_no_placeholder() -> None:
-    for page in PAGES:
-        assert not re.findall(r"\b(TODO|TBD|FIXME|XXX)\b", (ROOT / page).read_text())
+    assert not re.findall(r"\b(TODO|TBD|FIXME|XXX)\b", TEXT)

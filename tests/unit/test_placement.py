@@ -47,11 +47,6 @@ def test_any_placement_gives_the_same_bits(pools, name: str, dispatcher: str, ph
     assert all(pools(4).run(jobs.placed, slots=PLACEMENTS[name], dispatcher=dispatcher, phase=phase))
 
 
-@pytest.mark.parametrize("dispatcher", ["none", "torch"])
-def test_experts_need_not_divide_over_the_ranks(pools, dispatcher: str) -> None:
-    assert all(pools(3).run(jobs.placed, slots=(), dispatcher=dispatcher))
-
-
 def test_an_expert_in_the_wrong_slot_is_seen(pools) -> None:
     slots = PLACEMENTS["reversed"]
     assert not all(pools(4).run(jobs.placed, slots=slots, held=(slots[1], slots[0], *slots[2:])))

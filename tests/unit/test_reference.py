@@ -217,14 +217,6 @@ def test_expert_major_is_each_experts_own_function(world_size: int):
         assert out[~cases.valid_rows(slabs)].isnan().all(), "rows past the counts are left untouched"
 
 
-def test_an_expert_named_twice_counts_twice():
-    config = cases.make_config()
-    weights, flat = cases.make_dense(config), cases.make_flat(config, 3, seed=1)
-    ids = torch.tensor([[1, 1], [2, 2], [3, 0]], dtype=torch.int32)
-    flat = FlatTokens(Payload.plain(torch.randn(3, config.hidden_size)), ids, torch.rand(3, 2), config.num_experts)
-    assert relative_error(build(config, weights)(flat), flat_by_definition(config, weights, flat)) < F32_TOLERANCE
-
-
 @pytest.mark.parametrize("name", ["fp8_block", "nvfp4"])
 def test_packed_tokens_give_bf16_of_the_decoded_tokens(name: str):
     config = cases.make_config()

@@ -102,18 +102,15 @@ def w8a8_fp8(strategy: str) -> Loaded:
     return schemed(loaded, "CompressedTensorsW8A8Fp8MoE", **vars(loaded.method))
 
 
-def gptq(**config: Any) -> Loaded:
+def gptq() -> Loaded:
     """Scales in float16, whatever the tokens are."""
-    loaded = layouts.gptq()
-    parameters = {name: tensor for name, tensor in loaded.parameters.items() if not name.endswith("bias")}
-    loaded.parameters = parameters | {name: parameters[name].half() for name in ("w13_scales", "w2_scales")}
-    vars(loaded.method.quant_config).update(config)
+    loaded = layouts.gptq(torch.float16)
+    loaded.parameters = {name: tensor for name, tensor in loaded.parameters.items() if not name.endswith("bias")}
     return schemed(loaded, "GPTQMarlinMoEScheme", quant_config=loaded.method.quant_config)
 
 
-def awq(**config: Any) -> Loaded:
+def awq() -> Loaded:
     loaded = layouts.awq()
-    vars(loaded.method.quant_config).update(config)
     return schemed(loaded, "AWQMoEScheme", quant_config=loaded.method.quant_config)
 
 
@@ -173,17 +170,13 @@ def test_biases_that_the_model_has_not_got_are_dropped() -> None:
     ("loaded", "change", "reason"),
     [
         (lambda: w4a16(num_bits=8), {}, "INT8 experts"),
-        (lambda: w4a16(actorder="group"), {}, r"activation order \(actorder group\)"),
-        (lambda: w4a16(actorder="dynamic"), {}, r"activation order \(actorder dynamic\)"),
         (w4a16, {"intermediate_size_per_partition": 48}, "48 of the experts' rows .* a scale of 32"),
-        (lambda: gptq(desc_act=True), {}, "desc_act"),
-        (lambda: gptq(group_size=256), {}, "a scale for 256 inputs"),
-        (lambda: awq(zero_point=False), {}, "AWQ without zero points"),
         (lambda: schemed(layouts.w4a4_nvfp4(), "CompressedTensorsW4A4Nvfp4MoE"), {}, "CompressedTensorsW4A4Nvfp4MoE"),
         (up_first, {"with_bias": False}, "rows of up"),
     ],
 )
 def test_experts_that_are_left_to_sglang(loaded: Any, change: dict[str, Any], reason: str) -> None:
+    """Of what both engines' packed experts share, one setting: test_vllm_parameters.py has each."""
     layer = made(loaded())
     vars(layer).update(change)
     with pytest.raises(FallsBackToEngine, match=reason):

@@ -125,7 +125,3 @@ def test_a_file_of_the_same_name_is_not_enough(tmp_path: Path) -> None:
 
 def test_ranks_of_several_hosts_keep_to_sockets() -> None:
     assert launch(jobs.on_two_hosts, 2) == [(False, [(3, 4), (7,), (7,)])] * 2
-
-
-def test_who_waits_in_it_hears_of_a_rank_that_left() -> None:
-    assert sorted(launch(jobs.waits_for_a_rank_that_left, 3)) == [("left", 1)] * 3

@@ -18,7 +18,7 @@ from eprt.experts import torch_grouped
 from eprt.experts.reference import ReferenceExecutor
 from eprt.experts.torch_grouped import GroupedExecutor
 from eprt.tokens import ExpertMajorTokens, FlatTokens, Payload
-from eprt.weights import Dense, ExpertWeights
+from eprt.weights import ExpertWeights
 
 # Both sides sum the same float32 products in another order.
 F32_TOLERANCE = 1e-5
@@ -171,33 +171,6 @@ def test_weights_are_not_kept():
     for tensor in (weights.gate_up.data, weights.down.data, weights.gate_up_bias, weights.down_bias):
         tensor.fill_(cases.NAN)
     assert relative_error(executor(flat), expected) < BF16_TOLERANCE
-
-
-def test_mutants_fail(kernel: str):
-    config = cases.make_config("bf16", activation=cases.GPT_OSS, bias=True)
-    weights, flat = cases.make_weights(config), cases.make_flat(config, dtype=torch.bfloat16)
-    shard = cases.shard_of(config)
-    executor, reference = pair(config, weights)
-    slabs = cases.make_expert_major(flat, shard)
-    assert error_on_flat(executor, reference, flat) < BF16_TOLERANCE
-
-    def broken(change: ExpertWeights) -> list[float]:
-        mutant, _ = pair(config, change)
-        return [error_on_flat(mutant, reference, flat), error_on_slabs(mutant, reference, slabs)]
-
-    mutants = {
-        "gate and up swapped": cases.swap_gate_and_up(weights),
-        "down bias dropped": replace(weights, down_bias=torch.zeros_like(weights.down_bias)),
-        "gate_up bias dropped": replace(weights, gate_up_bias=torch.zeros_like(weights.gate_up_bias)),
-        "experts shifted by one": weights.map(lambda tensor: tensor.roll(1, 0)),
-        "down columns shifted by one": replace(weights, down=Dense(weights.down.data.roll(1, 2))),
-    }
-    for name, change in mutants.items():
-        for error in broken(change):
-            assert error > 10 * BF16_TOLERANCE, name
-    shifted = replace(flat, ids=torch.where(flat.ids < 4, (flat.ids + 1) % 4, flat.ids), every_row_read=True)
-    expected = reference(replace(flat, every_row_read=True))
-    assert relative_error(executor(shifted), expected) > 10 * BF16_TOLERANCE
 
 
 # Operators that read values on the host, or whose output shape depends on values.

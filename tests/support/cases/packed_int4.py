@@ -42,8 +42,8 @@ def float_channel(rows: int, cols: int) -> Made:
     return {"weight": data, "weight_scale": scale}, data.float() * scale.float()
 
 
-def gptq(rows: int, cols: int, less: int = 1, sym: bool = True) -> Made:
-    codes, scales, zero, values = numbers(rows, cols, GROUP, torch.float16, zeros=not sym)
+def gptq(rows: int, cols: int, less: int = 1, sym: bool = True, dtype: torch.dtype = torch.float16) -> Made:
+    codes, scales, zero, values = numbers(rows, cols, GROUP, dtype, zeros=not sym)
     stored = {
         "qweight": words(codes).T,
         "scales": scales.T,
@@ -70,8 +70,8 @@ def pack_quantized_act_order(rows: int, cols: int) -> Made:
     return words | {"weight_shape": torch.tensor([rows, cols])}, values
 
 
-def awq(rows: int, cols: int) -> Made:
-    codes, scales, zero, values = numbers(rows, cols, GROUP, torch.float16, zeros=True)
+def awq(rows: int, cols: int, dtype: torch.dtype = torch.float16) -> Made:
+    codes, scales, zero, values = numbers(rows, cols, GROUP, dtype, zeros=True)
     return {"qweight": awq_words(codes), "scales": scales.T, "qzeros": awq_words(zero)}, values
 
 

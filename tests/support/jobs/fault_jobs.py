@@ -20,7 +20,6 @@ from eprt.world import World, groups
 from eprt.world.guard import Guard
 from eprt.world.links import Links
 from support.builders import NOTHING, die, said, stop_for
-from support.jobs.attack_jobs import late_client
 
 LIMIT_S = 3.0  # of the Worlds here: half of it is the silent limit
 
@@ -111,16 +110,11 @@ def two_of_one_name(context) -> str:
 
 
 def garbage_for_the_guard(context) -> str:
-    """What a stranger may do to the store and to the guards' ports; the job goes on."""
+    """What a stranger may do to the guards' ports, and a peer may say; the job goes on. `attack_jobs` has the store."""
     world = context.world(timeout_s=20)
     guard = world._guard
     assert guard is not None
     if context.rank == 1:
-        store = late_client()
-        for key in [*store.list_keys(), "verdict", "beat/0"] if hasattr(store, "list_keys") else ["verdict"]:
-            for value in ("5", '["\\u001b[31m"]', "\0", "[" * 5000):
-                for name in ("verdict", "beat/0", "over"):
-                    store.set(f"{key.rpartition('/')[0]}/{name}", value)
         for address in guard.met.addresses.values():
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(4096)):
                 with socket.create_connection(address) as stranger:

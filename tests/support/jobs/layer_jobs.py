@@ -11,9 +11,11 @@ import torch
 
 import eprt
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
+from eprt.conformance.oracle import shard_weights
 from eprt.dispatch import make_dispatcher
 from eprt.errors import EprtError, InputError
 from eprt.layer import ExpertParallelMoE
+from eprt.placement import ExpertPlacement
 from eprt.routing import Router
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import Dense, ExpertWeights, LatentWeights, SharedExpertWeights
@@ -49,10 +51,8 @@ def make_layer(
     def draw(*shape):
         return torch.randn(*shape, generator=seeded) / 4
 
-    local = E // world.size
-    own = slice(world.rank * local, (world.rank + 1) * local)
-    gate_up, down = draw(E, 2 * I, H)[own].contiguous(), draw(E, H, I)[own].contiguous()
-    weights = ExpertWeights(Dense(gate_up[:, 1:] if spoil == "weights" else gate_up), Dense(down))
+    full = ExpertWeights(Dense(draw(E, 2 * I, H)), Dense(draw(E, H, I)))
+    weights = shard_weights(full, config, ExpertPlacement(E, world.parallel).shard(world.rank))
     width, choice = config.input_size, replace(config.routing, renormalize=spoil != "routing")
     return ExpertParallelMoE(
         config,
@@ -73,6 +73,7 @@ def spoiled(weights, spoil):
 
 
 SPOILED = {
+    "weights": (ExpertWeights, lambda w: replace(w, gate_up=Dense(w.gate_up.data[:, 1:]))),
     "experts_none": (ExpertWeights, lambda w: None),
     "order_list": (ExpertWeights, lambda w: replace(w, hidden_order=list(range(H)))),
     "order_meta": (ExpertWeights, lambda w: replace(w, hidden_order=torch.arange(H, device="meta"))),

@@ -19,13 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher
-from eprt.errors import RankLost
 from eprt.support import Device
 from eprt.tokens import TopK
 from eprt.world import World
 from eprt.world.groups import make_splittable
 from eprt.world.shared_exchange import open_exchange
-from support.builders import NOTHING, caught, die, said
+from support.builders import caught, said
 
 CONFIG = MoEConfig(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8)
 COORDINATES = ("dp_rank", "attention_tp_rank", "ep_rank", "moe_tp_rank")
@@ -35,39 +34,6 @@ def _step(dispatcher, tokens: int) -> None:
     ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % 8
     sent = dispatcher.dispatch(torch.ones(tokens, 16), TopK(ids, torch.ones(tokens, 2)))
     dispatcher.combine(torch.zeros(sent.tokens.num_rows, 16), sent.handle)
-
-
-def meet(context) -> None:
-    """Start-up of the World that `traffic_with_fault` uses."""
-    context.world(timeout_s=3.0)
-
-
-def traffic_with_fault(context, kind: str, victim: int, name: str, sockets: bool = False) -> str:
-    """Steps until the victim's fault; survivors raise what the World tells them. `sockets`: as on several hosts."""
-    world = context.world(timeout_s=3.0)
-    if sockets:
-        world._shared = None
-    dispatcher = make_dispatcher(name, world, CONFIG, RuntimeConfig())
-    for step in range(60):
-        tokens = 1 + (step + context.rank) % 3
-        with world.step(tokens, number=step):
-            if context.rank == victim and step == 5:
-                FAULTS[kind](world)
-            _step(dispatcher, tokens)
-    return "finished"
-
-
-def _raise(world: World) -> None:
-    raise ArithmeticError("the victim's own words")
-
-
-def _leave_quietly(world: World) -> None:
-    with contextlib.suppress(SystemExit), world:
-        sys.exit(0)
-    time.sleep(30)
-
-
-FAULTS = {"killed": die, "raises": _raise, "leaves": _leave_quietly}
 
 
 def coordinates(context, attention_tp: int, moe_tp: int) -> tuple[int, ...]:
@@ -215,44 +181,14 @@ def split_of_a_second_default_group(context) -> list[int]:
     return found
 
 
-def without_torchrun(context, port: int, what: str) -> str:
+def without_torchrun(context, port: int) -> str:
     """Plain processes with RANK, WORLD_SIZE and MASTER_PORT: rank 0 serves the store that all depend on."""
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
-    if what == "one never comes":
-        World.from_env("cpu", timeout_s=20).close()  # so that the others start the next one together
-        if context.rank == 1:
-            return "absent"
-        try:
-            World.from_env("cpu", timeout_s=1.5)
-        except RankLost as error:
-            return f"{error.rank} {error.why} {error}"
-    if what == "one world after another":
-        for _ in range(3):
-            with World.from_env("cpu", timeout_s=20) as world:
-                world.barrier()
-                time.sleep(0.1 * context.rank)  # rank 0 is the first to close
-        return "closed"
-    world = World.from_env("cpu", timeout_s=20)
-    if what == "rank 0 is killed" and context.rank == 0:
-        die()
-    if what == "rank 0 closes early" and context.rank == 0:
-        world.close()
-        time.sleep(30)
-    world.barrier()
-    return NOTHING
-
-
-def late_for_a_barrier(context) -> tuple[int, str]:
-    """Rank 1 sleeps outside any dispatcher's call."""
-    world = context.world(timeout_s=1.5)
-    if context.rank == 1:
-        time.sleep(3)
-        return 1, "behind"
-    try:
-        world.barrier()
-    except RankLost as error:
-        return error.rank, error.why
-    return -1, NOTHING
+    for _ in range(3):
+        with World.from_env("cpu", timeout_s=20) as world:
+            world.barrier()
+            time.sleep(0.1 * context.rank)  # rank 0 is the first to close
+    return "closed"
 
 
 def two_worlds_and_their_hooks(context) -> list[bool]:
@@ -296,19 +232,6 @@ def worlds_come_and_go(context) -> tuple[list[dict[str, int]], list[dict[str, in
         closed.append(_settled())
     gc.enable()
     return opened, closed
-
-
-def many_worlds(context, count: int) -> tuple[dict[str, int], dict[str, int]]:
-    """What this process holds after two Worlds, and after `count` of them."""
-    after = {}
-    gc.disable()
-    for number in range(1, count + 1):
-        with World.from_env("cpu", timeout_s=20, attention_tp_size=1 + number % 2) as world:
-            _step(make_dispatcher("torch", world, CONFIG, RuntimeConfig()), 3)
-        if number in (2, count):
-            after[number] = _settled()
-    gc.enable()
-    return after[2], after[count]
 
 
 def _settled() -> dict[str, int]:
@@ -381,15 +304,3 @@ def on_two_hosts(context) -> tuple[bool, list[tuple[int, ...]]]:
         world.step(3 + context.rank, words=(7,)) as step,
     ):
         return world.shares_words, [step.tokens, *step.words]
-
-
-def waits_for_a_rank_that_left(context) -> tuple[str, int]:
-    """Rank 1 closes its World; the others wait in an exchange."""
-    with World.from_env("cpu", timeout_s=20) as world:
-        if context.rank == 1:
-            return "left", 1
-        try:
-            world.gather_words([1])
-        except RankLost as error:
-            return error.why, error.rank
-    return NOTHING, -1
