@@ -154,6 +154,16 @@ def test_a_dispatcher_that_cannot_run_here_is_not_built(pools, pair: Pair) -> No
     assert pools(SIZE).run(jobs.not_built, beyond=beyond) == [("ConfigError", f"{pair[0]}: {beyond.says}")] * SIZE
 
 
+@pytest.mark.parametrize(
+    ("pair", "how"), [(("none", "flat"), "dies in dispatch"), (("torch", "expert_major"), "dies in combine")]
+)
+def test_a_killed_rank_is_named_by_the_others_within_the_limit(pair: Pair, how: str) -> None:
+    with pytest.raises(WorldFailed) as failure:
+        launch(lost_rank_jobs.one_rank_dies, SIZE, grace_s=lost_rank_jobs.LIMIT_S + 2, pair=pair, how=how)
+    assert lost_rank_jobs.unheard(failure.value, may_exit=False) == []
+    assert failure.value.failed_ranks == (lost_rank_jobs.VICTIM,)
+
+
 def test_rows_that_differ_are_noticed_without_being_asked(pools) -> None:
     """gloo worlds always compare headers, so here it is the dispatch that raises."""
     for kind, text in pools(SIZE).run(lost_rank_jobs.unequal_rows_unchecked, pair=("none", "flat")):

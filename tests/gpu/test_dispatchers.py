@@ -9,16 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 from support.builders import wrong_checks
-from support.cases.gpu_ranks import SHARED, SIZE, a_gpu_each, several_gpus, skip_if_shared
+from support.cases.gpu_ranks import SHARED, SIZE, launch_here, several_gpus, skip_if_shared
 from support.jobs import dispatcher_jobs as jobs
+from support.jobs import lost_rank_jobs
 from support.jobs.dispatcher_jobs import PAIRS, Beyond, Pair
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import CASES
 from eprt.conformance.checks import Check
-from eprt.conformance.faults.matrix import Trial
-from eprt.conformance.faults.trial import run_trial
 from eprt.dispatch import DISPATCHERS
+from eprt.ranks.launcher import WorldFailed
 from eprt.support import Device
 
 GRAPH_SAFE = [pair for pair in PAIRS if DISPATCHERS[pair[0]].graph_safe]
@@ -178,9 +178,10 @@ def test_a_skipped_combine_is_noticed_where_headers_are_compared(pool, pair: Pai
     assert (kind, "operation" in text, wrong) == ("WorldMismatch", True, 0)
 
 
-@a_gpu_each
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_a_killed_rank_is_named_by_the_others_within_the_limit(name: str) -> None:
-    require((name, DISPATCHERS[name].formats[0]))
-    found = run_trial(Trial("kill", "dispatch", 1, name, SIZE, "cuda"))
-    assert found.ok, found
+    pair: Pair = (name, DISPATCHERS[name].formats[0])
+    require(pair)
+    with pytest.raises(WorldFailed) as failure:
+        launch_here(lost_rank_jobs.one_rank_dies, grace_s=lost_rank_jobs.LIMIT_S + 7, pair=pair, how="dies in dispatch")
+    assert lost_rank_jobs.unheard(failure.value, may_exit=name != "symm") == []

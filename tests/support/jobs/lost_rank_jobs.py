@@ -1,4 +1,4 @@
-"""Ranks that are late, or disagree where nobody compares headers: jobs as in `dispatcher_jobs`, for Worlds of
+"""Ranks that die, are late, or disagree where nobody compares headers: jobs as in `dispatcher_jobs`, for Worlds of
 their own, which are broken afterwards."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from eprt.dispatch import Dispatcher
 from eprt.errors import RankLost
 from eprt.ranks.launcher import RankContext, WorldFailed
-from support.builders import caught
+from support.builders import caught, die
 from support.jobs.dispatcher_jobs import Pair, batch, dispatcher_of, generator_of, make, stand_in
 
 LIMIT_S = 5.0  # the Worlds' timeout: a lost rank is named within it
@@ -38,20 +38,29 @@ def until_done(dispatcher: Dispatcher) -> None:
         time.sleep(1e-3)
 
 
-def steps(dispatcher: Dispatcher) -> None:
-    """The victim is late for its sixth step: its peers are in the middle of their dispatch then."""
+def steps(dispatcher: Dispatcher, how: str) -> None:
+    """The victim's sixth step: its peers are in the middle of their dispatch then, or of combine."""
     world = dispatcher.world
     x, topk = batch(generator_of(world, 7), 3, H, K)
     for step in range(10):
-        if step == 5 and world.rank == VICTIM:
+        fault = how if step == 5 and world.rank == VICTIM else ""
+        if fault == "dies in dispatch":
+            die()
+        elif fault == "is late":
             time.sleep(world.timeout_s + 1.5)
         sent = dispatcher.dispatch(x, topk, CAPACITY)
+        if fault == "dies in combine":
+            die()
         dispatcher.combine(stand_in(sent, dispatcher), sent.handle)
         until_done(dispatcher)
 
 
+def one_rank_dies(context: RankContext, pair: Pair, how: str) -> None:
+    steps(impatient(context, pair), how)
+
+
 def unheard(failure: WorldFailed, may_exit: bool) -> list[str]:
-    """Which ranks did not name the victim, which has killed itself, within the limit.
+    """Which survivors of `one_rank_dies` did not name the victim within the limit.
 
     Args:
         may_exit: a survivor's host may sit in the waiting kernel or library: its guard then says who is lost, and ends
@@ -75,7 +84,7 @@ def one_rank_is_late(context: RankContext, pair: Pair, limit_s: float) -> tuple[
     """Error, text and seconds of steps in which the victim sleeps past the limit."""
     dispatcher = impatient(context, pair, limit_s)
     started = time.monotonic()
-    return *caught(lambda: steps(dispatcher)), time.monotonic() - started
+    return *caught(lambda: steps(dispatcher, "is late")), time.monotonic() - started
 
 
 def unequal_rows_unchecked(context: RankContext, pair: Pair) -> tuple[str, str]:
