@@ -67,7 +67,7 @@ def _layer_panels(report: Report) -> list[tuple[str, Any]]:
             axes.bar([p + shift for p in places], [row[f"{name}_p50_us"] for row in rows], 0.4, label=label)
         _label_bars(axes, labels)
 
-    what = f"{rows[0]['shape']}, {rows[0]['ranks']} ranks, {rows[0]['pair']}" if rows else "nothing measured"
+    what = f"{rows[0]['shape']}, ranks: {rows[0]['ranks']}, {rows[0]['pair']}" if rows else "nothing measured"
     return [
         (f"time of each phase, p50: {what}", phases),
         ("the layer beside the same steps called directly, host time", direct),

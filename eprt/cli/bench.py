@@ -9,7 +9,7 @@ from eprt.bench.plot import plot
 from eprt.bench.report import Report, Row
 from eprt.cli.arguments import Bench, BenchExchange, BenchExperts, BenchRouter, BenchStep, PlottedBench
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Terminal, columns
+from eprt.cli.terminal import Terminal, columns, counted
 from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.plan import backends_of
@@ -104,9 +104,10 @@ def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
     ]
     with ranks(arguments.world, arguments.device) as workers:
         report = measured(Report("step", []), cases, measure_step, step_rows, workers, arguments, terminal)
+    layers = counted(arguments.layers, "layer")
     for model, rows in groups(report, "model"):
         terminal.table(
-            f"One step of {arguments.layers} layers of {model}, microseconds ({workers}; {rows[-1]['pair']})",
+            f"One step of {layers} of {model}, microseconds ({workers}; {rows[-1]['pair']})",
             STEP,
             sorted(rows, key=lambda row: row["tokens"]),
         )

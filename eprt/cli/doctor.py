@@ -17,7 +17,7 @@ from eprt import diagnosis
 from eprt.bench.report import Report, provenance, this_command
 from eprt.cli.arguments import Doctor
 from eprt.cli.ranks import ranks
-from eprt.cli.terminal import Column, Terminal, columns
+from eprt.cli.terminal import Column, Terminal, columns, counted
 from eprt.conformance.checks import Check, CheckRow, run_checks, standard_checks, summarize
 from eprt.conformance.faults.matrix import SLACK_S, START_UP, Trial, controls, trials
 from eprt.conformance.faults.trial import Result, run_trials
@@ -102,12 +102,13 @@ def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
             worst = {"worst error": f"{max(r.error for r in results):.1e}"}
             rows.append({**dict(zip(KEYS, key, strict=True)), **found, **worst})
             advance(" ".join(part for part in key if part))
-    kind = "gloo ranks on the CPU" if device == "cpu" else "GPUs"
-    terminal.table(f"Conformance: {size} {kind}, every case of counts x routing", PROOF, rows)
+    kind = f"{counted(size, 'gloo rank')} on the CPU" if device == "cpu" else counted(size, "GPU")
+    terminal.table(f"Conformance: {kind}, every case of counts x routing", PROOF, rows)
     terminal.say(*(f"FAIL {r.check.name}: rank {r.rank}, error {r.error:.1e} {r.detail}" for r in failures[:10]))
     total = sum(map(len, groups.values()))
     verdict, seconds = "FAIL" if failures else "PASS", time.monotonic() - started
-    terminal.say(f"\n{verdict}: {total - len(failures)} of {total} checks on {size} {device} ranks in {seconds:.0f} s")
+    where = counted(size, f"{device} rank")
+    terminal.say(f"\n{verdict}: {total - len(failures)} of {total} checks on {where} in {seconds:.0f} s")
     failed = [{"check": r.check.name, "rank": r.rank, "error": r.error, "detail": r.detail} for r in failures]
     return {"device": device, "size": size, "checks": total, "failures": failed}
 

@@ -11,7 +11,7 @@ from typing import Any
 from eprt.bench.plot import plot
 from eprt.bench.report import Report
 from eprt.cli.arguments import Explain
-from eprt.cli.terminal import Terminal, columns
+from eprt.cli.terminal import Terminal, columns, counted
 from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.engines import ENGINES
 from eprt.errors import ConfigError, UnsupportedError
@@ -77,7 +77,8 @@ def kinds_of_layers(hf: dict[str, Any]) -> list[tuple[MoEConfig, list[int]]]:
 
 def _say_world(terminal: Terminal, arguments: Explain, device: Device) -> None:
     parallel, runtime, machine = arguments.parallel, arguments.runtime, machine_of(device)
-    hosts = f"{parallel.ranks_per_host} ranks per host" + " (--ranks-per-host)" * (arguments.ranks_per_host is None)
+    hosts = counted(parallel.ranks_per_host or 1, "rank") + " per host"
+    hosts += " (--ranks-per-host)" * (arguments.ranks_per_host is None)
     terminal.say(
         f"world of {parallel.world_size} x {device}, {hosts}: {parallel.dp_size} data-parallel x "
         f"{parallel.attention_tp_size} attention-TP, {parallel.ep_size} expert-parallel x {parallel.moe_tp_size} "
@@ -94,8 +95,9 @@ def _say_world(terminal: Terminal, arguments: Explain, device: Device) -> None:
 
 def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -> None:
     terminal.say(
-        f"\nlayers {_ranges(layers)}: {config.num_experts} experts in {config.weight_format}, top-{config.top_k}, "
-        f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, {config.activation.kind}"
+        f"\nlayer{'s' * (len(layers) > 1)} {_ranges(layers)}: {config.num_experts} experts in {config.weight_format}, "
+        f"top-{config.top_k}, hidden {config.hidden_size}, "
+        f"intermediate {config.intermediate_size}, {config.activation.kind}"
     )
     terminal.table(
         f"Candidates (-> chosen, ok possible, no refused; us: all but routing, {plan.tokens} tokens per rank)",

@@ -30,7 +30,7 @@ from eprt.cli.journal import Journal, as_line
 from eprt.cli.prompts import Prompt, read_prompts
 from eprt.cli.ranks import Ranks, ranks, world_size
 from eprt.cli.run import checkpoint_directory
-from eprt.cli.terminal import Terminal, write
+from eprt.cli.terminal import Terminal, counted, write
 from eprt.config import RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, InputError, one_block
 from eprt.json_files import shown
@@ -83,7 +83,8 @@ def generate(arguments: Generate, terminal: Terminal) -> int:
         task = _Task.read(arguments, directory) if terminal.speaks else None
         with nullcontext() if task is None else closing(task):
             if task is not None and task.work.first:
-                terminal.note(f"{task.work.first} of {len(task.work.ids)} prompts are answered in the file already")
+                held = f"{task.work.first} of {counted(len(task.work.ids), 'prompt')}"
+                terminal.note(f"{held} answered in the file already")
             if task is not None and not task.work.ids:
                 terminal.note(f"{arguments.prompts} holds no prompt")
             if task is not None and task.work.first == len(task.work.ids) and not joins_torchrun():
@@ -259,8 +260,8 @@ class _Run:
         self._relay([warnings for *_, warnings in found])
         layers, dispatcher, executor, _ = found[0]
         self.terminal.note(
-            f"{layers} MoE layers on {workers.size} ranks, ready after {time.perf_counter() - started:.1f} s; "
-            f"dispatcher {dispatcher}, executor {executor}"
+            f"{counted(layers, 'MoE layer')} on {counted(workers.size, 'rank')}, ready after "
+            f"{time.perf_counter() - started:.1f} s; dispatcher {dispatcher}, executor {executor}"
         )
 
     def _continue(self) -> list[list[Answers]]:
@@ -283,7 +284,8 @@ class _Run:
                 if self.task is not None:
                     self.task.answer(shares, answers)
                 tokens = sum(len(row) for each in found for answer in each for row in answer.tokens)
-                progress(f"{numbers.stop} of {len(work.ids)} prompts done, {tokens} tokens")
+                done = f"{numbers.stop} of {counted(len(work.ids), 'prompt')} done"
+                progress(f"{done}, {counted(tokens, 'token')}")
         return found
 
     def _report(self, found: list[list[Answers]], seconds: float) -> None:
@@ -292,8 +294,8 @@ class _Run:
         rates = ", ".join(f"{count / each:,.1f}" if each else "0" for count, each in zip(by_rank, busy, strict=True))
         prompts, tokens = len(self.work.ids) - self.work.first, sum(by_rank)
         self.terminal.note(
-            f"{tokens} tokens for {prompts} prompts in {seconds:.1f} s: {tokens / seconds:,.1f} tokens/s; tokens/s by "
-            f"rank: {rates}"
+            f"{counted(tokens, 'token')} for {counted(prompts, 'prompt')} in {seconds:.1f} s: "
+            f"{tokens / seconds:,.1f} tokens/s; tokens/s by rank: {rates}"
         )
         if first := [each for answers in found for answer in answers for each in answer.first_s]:
             self.terminal.note(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eprt.cli.terminal import counted
 from eprt.errors import ConfigError, EprtError, rebuild_error
 from eprt.ranks.launcher import RankContext, WorldFailed, WorldPool
 from eprt.world.groups import joins_torchrun, place
@@ -81,7 +82,8 @@ def ranks(world: int | None, device: str) -> Iterator[Ranks]:
     local = number_of("LOCAL_WORLD_SIZE", 1) if joined and "LOCAL_WORLD_SIZE" in os.environ else size
     available = torch.cuda.device_count()
     if device == "cuda" and available < local:
-        raise ConfigError(f"--device cuda: {local} ranks on this host, {available} GPUs; lower --world or use cpu")
+        found = f"{counted(local, 'rank')} on this host, {counted(available, 'GPU')}"
+        raise ConfigError(f"--device cuda: {found}; lower --world or use cpu")
     kind = ("cuda" if available >= local else "cpu") if device == "auto" else device
     if joined:
         context = RankContext(place()[0], size, kind)

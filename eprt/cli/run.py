@@ -14,7 +14,7 @@ import torch
 from eprt.bench.timing import clocked_phases
 from eprt.cli.arguments import Run
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Terminal, columns
+from eprt.cli.terminal import Terminal, columns, counted
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.cases import COUNTS, TOLERANCE, Batch, Counts
 from eprt.conformance.checks import NanOutput
@@ -156,7 +156,7 @@ def _drive(
             if terminal.speaks:
                 outcome.judge(load_layer(where, layer), steps)
             size = sum(weight_bytes for _, weight_bytes, _ in loaded)
-            advance(f"loaded {size / 1e6:,.1f} MB of experts in {seconds:.1f} s, {len(steps)} steps driven")
+            advance(f"loaded {size / 1e6:,.1f} MB of experts in {seconds:.1f} s, {counted(len(steps), 'step')} driven")
     return outcome
 
 
@@ -181,9 +181,9 @@ def _report(
     error, tolerance = max(rank["error"] for rank in outcome.ranks), TOLERANCE[dtype]
     return {
         "ok": error <= tolerance,
-        "what": f"{_count(len(layers), 'MoE layer')} of {model or 'the tiny gpt-oss'} "
-        f"({_count(config.num_experts, 'expert')} in {config.weight_format}, top-{config.top_k}) ran on "
-        f"{_count(workers.size, f'{transport} rank')}, {_count(len(outcome.steps), 'step')} each",
+        "what": f"{counted(len(layers), 'MoE layer')} of {model or 'the tiny gpt-oss'} "
+        f"({counted(config.num_experts, 'expert')} in {config.weight_format}, top-{config.top_k}) ran on "
+        f"{counted(workers.size, f'{transport} rank')}, {counted(len(outcome.steps), 'step')} each",
         "world": workers.size,
         "device": workers.device,
         "plan": outcome.plan,
@@ -193,10 +193,6 @@ def _report(
         "ranks": outcome.ranks,
         "steps": outcome.steps,
     }
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _say(report: dict[str, Any], dtype: torch.dtype, layers: int, terminal: Terminal) -> None:

@@ -232,6 +232,11 @@ def stdout_of_our_own() -> Iterator[None]:
         os.close(kept)
 
 
+def counted(number: int, what: str) -> str:
+    """Returns "1 rank", "2 ranks"."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def configure_logging() -> None:
     """Gives the logger `eprt` a handler, at the level of EPRT_LOG (default WARNING). Leaves the root logger alone.
 

@@ -24,7 +24,7 @@ from eprt.cli.arguments import Tune
 from eprt.cli.bench import require_tokens
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import Ranks, ranks
-from eprt.cli.terminal import Terminal, columns
+from eprt.cli.terminal import Terminal, columns, counted
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, DispatcherSpec
 from eprt.errors import ConfigError, UnsupportedError
@@ -65,8 +65,8 @@ def tune(arguments: Tune, terminal: Terminal) -> int:
     us = [{"us_before": before[phase][1], "us_now": after[phase][1]} for phase in plans]
     terminal.table(title, CHOICES, [row | times for row, times in zip(rows, us, strict=True)])
     terminal.say(
-        f"\n{sum(len(table['rows']) for table in tables)} rows written to {path}; explain and every layer built here "
-        "go by them first. To undo: remove it",
+        f"\n{counted(sum(len(table['rows']) for table in tables), 'row')} written to {path}; explain and every layer "
+        "built here go by them first. To undo: remove it",
         *(f"cut: {line}" for line in cut),
     )
     if cut:

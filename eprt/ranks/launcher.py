@@ -117,7 +117,7 @@ class WorldPool:
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"device {device!r}: expected 'cpu' or 'cuda'")
         if device == "cuda" and (found := torch.cuda.device_count()) < (1 if share_gpu else size):
-            raise ConfigError(f"{size} ranks on CUDA need {size} GPUs, {found} are here; use device='cpu'")
+            raise ConfigError(f"ranks on CUDA: {size}, GPUs here: {found}; expected a GPU for each, or device='cpu'")
         self.size, self.device, self.timeout_s, self.grace_s = size, device, timeout_s, grace_s
         self.closed = False
         self._environment = {SHARED_GPU: "1"} if share_gpu else {}

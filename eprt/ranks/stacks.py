@@ -87,7 +87,8 @@ class WorldFailed(EprtError, RuntimeError):
         blamed = "; ".join(self._named(rank) for rank in self.failed_ranks)
         self.late = seconds >= timeout_s
         late = f" (limit {timeout_s:g} s)" if self.late else ""
-        text = [f"a world of {len(reports)} ranks failed after {seconds:.1f} s{late}: {blamed}"]
+        ranks = f"{len(reports)} rank{'s' * (len(reports) != 1)}"
+        text = [f"a world of {ranks} failed after {seconds:.1f} s{late}: {blamed}"]
         for report in reports:
             text.append(f"--- rank {report.rank} {report.describe()}")
             text.append(indent(report.stack.strip() or "no stack: the process is gone or has finished", "    "))

@@ -74,6 +74,7 @@ def test_a_bar_moves_where_there_is_a_terminal(
     monkeypatch.setattr(Advance, "done", lambda self, each: seen.append((self.total, done(self, each))) or seen[-1][1])
     assert main([*WORDS, "--model", str(tiny), "--world", "1"]) == 0
     text = sys.stderr.getvalue()
+    assert "on 1 rank, ready after" in text
     assert "rounds 1/1: 3 of 3 prompts done" in text
     assert ("\x1b[" in text) == bool(seen) == (stream is _TerminalStream)
     assert not seen or seen[-1] == (1, 1.0)
@@ -338,7 +339,7 @@ def test_a_finished_journal_starts_no_ranks(tiny: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(command, "ranks", lambda *_: pytest.fail("ranks were started"))
     before = (tmp_path / "answers.jsonl").read_bytes()
     assert main([*words, *output]) == 0
-    assert "5 of 5 prompts are answered in the file already" in capsys.readouterr().err
+    assert "5 of 5 prompts answered in the file already" in capsys.readouterr().err
     shutil.copytree(tiny, tmp_path / "tuned")
     with next((tmp_path / "tuned").glob("*.safetensors")).open("r+b") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
@@ -391,6 +392,6 @@ def test_a_signal_to_all_processes_ends_them_in_two_seconds_with_one_line(
     *before, last = err.splitlines()
     assert "Traceback" not in err, err
     assert last == f"eprt: {said}; all ranks that this command started have been ended"
-    assert all(re.match("1 MoE layers|rounds ", line) for line in before), err
+    assert all(re.match("1 MoE layer on|rounds ", line) for line in before), err
     assert journal.read_bytes().endswith(b"}\n")
     assert journal.read_bytes().count(b"\n") % 2, "its first line, and whole rounds of two"

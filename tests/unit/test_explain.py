@@ -145,6 +145,8 @@ def test_gpus_are_not_put_on_one_host_silently(capsys: pytest.CaptureFixture[str
     assert "world of 64 x sm90, 8 ranks per host (--ranks-per-host)" in text
     assert "sm90 stands for H200 SXM" in text
     assert "modelled, not measured" in text
+    assert main(["explain", "--model", "deepseek-v3", "--world", "1", "--device", "sm90"]) == 0
+    assert "world of 1 x sm90, 1 rank per host" in capsys.readouterr().out
 
 
 def ways(kinds, world: int, phase="decode"):

@@ -205,7 +205,7 @@ def test_ranks_share_a_gpu_only_where_a_test_asks_for_it(monkeypatch):
     """torch.cuda is played here: one GPU. tests/gpu has the real ranks."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    with pytest.raises(ConfigError, match="2 ranks on CUDA need 2 GPUs, 1 are here"):
+    with pytest.raises(ConfigError, match="ranks on CUDA: 2, GPUs here: 1; expected a GPU for each"):
         WorldPool(2, "cuda")
     WorldPool(2, "cuda", share_gpu=True).close()
     monkeypatch.setenv("LOCAL_RANK", "1")
