@@ -66,7 +66,8 @@ class Received:
         whole = {name for name, _ in loaded.get(WHOLE, set())}  # stands for all of the parameter's shards
         every = {e: parts for e, parts in loaded.items() if e != WHOLE}
         every = every or {e: set() for e in range(self.num_experts)}
-        absent = {(name, "") for name in self.matrices if not self.of(name)}
+        came = {name for parts in loaded.values() for name, _ in parts}
+        absent = {(name, "") for name in self.matrices - came}
         expected = self._expected or max(every.values(), key=len) | absent  # a first load may be a part itself
         expected = {part for part in expected if part[0] not in whole}
         if lacking := {e: expected - parts for e, parts in every.items() if expected - parts}:
