@@ -43,6 +43,8 @@ def main() -> None:
     found = [tokens(engine, spec["prompts"])]
     trainer = None if not spec["updates"] else Trainer(engine, spec)
     for way, checkpoint in spec["updates"]:
+        # SGLang ends where a rank is still at the last answer's end when it flushes its cache behind an update.
+        engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=30))
         session = way != "disk" and hasattr(engine, "begin_weight_update")  # since SGLang 0.5.23
         if session:
             done(engine.begin_weight_update())
