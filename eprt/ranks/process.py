@@ -197,9 +197,9 @@ def _settle(setup: RankSetup) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:
             os._exit(1)
-    # The system's own way of starting processes, as in a rank of torchrun. Under "forkserver" each semaphore (tqdm has
-    # one) has a name, and Python would warn of it once this process is killed.
-    multiprocessing.set_start_method(None, force=True)
+    # Under "forkserver", Python's own choice from 3.14 on, each semaphore (tqdm has one) has a name, and Python would
+    # warn of it once this process is killed. It starts no process either way: a daemon may have no children.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         log = setup.path("log").open("ab", buffering=0)
     except FileNotFoundError:  # the parent was interrupted, and has left, while this process was being started

@@ -42,6 +42,9 @@ class TestHealthy:
         assert pool.run(jobs.threads) == [1] * 4, "one thread per rank"
         assert [len(r) for r in pool.run(jobs.big, size=5_000_000)] == [5_000_000] * 4
 
+    def test_a_semaphore_has_no_name_that_python_would_warn_of(self):
+        assert launch(jobs.named_semaphore, 1) == [None]
+
     @pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="ranks have the seed that it says")
     def test_ranks_walk_sets_in_orders_of_their_own(self, pool):
         first, second, third, fourth = pool.run(jobs.hash_seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -35,6 +36,13 @@ def dies_before_it_shares(context, path):
     Path(path).write_text(str(os.getpid()))
     with mock.patch.object(shared_exchange.mmap, "mmap", side_effect=die):
         shared_exchange.open_exchange(0, 1, lambda mine: mine[None])
+
+
+def named_semaphore(context):
+    """The name of a semaphore where "forkserver" is Python's own way of starting processes, as from 3.14 on."""
+    forkserver = multiprocessing.get_context("forkserver")
+    with mock.patch.object(multiprocessing.context._default_context, "_default_context", forkserver):
+        return multiprocessing.Semaphore()._semlock.name
 
 
 def hash_seed(context):
