@@ -390,3 +390,15 @@ def test_layers_that_are_left_say_so_once_or_are_errors(
     monkeypatch.setenv("EPRT_SGLANG", '{"strict": true}')
     with pytest.raises(ConfigError, match=r"would fall back to SGLang, and eprt\.strict is set: --enable-eplb"):
         hooks._layer_made(state, None, oss())
+
+
+def test_a_model_without_a_layer_for_eprt_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dbrx and AfMoE call SGLang's kernel themselves; a draft may be dense beside a model that eprt runs."""
+    monkeypatch.setattr(SglangState, "reports", lambda _: True)
+    dense, beside = SglangState(), SglangState()
+    beside.bindings.append(Mock())
+    for state in (dense, beside):
+        hooks._loaded(state, None, Mock(model=torch.nn.Linear(1, 1)))
+    assert [record.getMessage() for record in caplog.records] == [hooks.NONE]

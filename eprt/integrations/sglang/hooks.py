@@ -23,6 +23,7 @@ PLACED = "eprt holds the experts where its 'placement' says: start the server ag
 DIRECT = (
     "eprt holds the experts, and load_format 'direct' copies into parameters: send the checkpoint's names without it"
 )
+NONE = "eprt: this model makes no MoE layer of SGLang's FusedMoE: nothing of it runs in eprt"  # dense ones, and Dbrx
 _SUMMED = "fuse_mlp_allreduce"  # SGLang's flag: what comes behind the block adds up its output
 
 
@@ -170,6 +171,8 @@ def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> No
         state.warm()
     elif state.fallbacks and not state.bindings and state.reports():
         state.report()
+    elif not state.bindings and state.reports():
+        state.logger.warning(NONE)
 
 
 def _update_refused(state: SglangState, original: Callable[..., str | None], *args: Any, **kwargs: Any) -> str | None:
