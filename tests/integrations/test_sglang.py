@@ -117,19 +117,15 @@ def test_new_weights_in_every_way_that_trainers_have(
 ) -> None:
     """Five updates in a row of an engine that runs; after each, the tokens of a model made from that checkpoint."""
     model, before = qwen3
-    ways = ["disk", "tensors", "broadcast", "bucket", "disk"]
-    folders = [tmp_path / str(turn) for turn in range(len(ways))]
-    trained = retrained(model, folders)
-    updates = [(way, str(folder)) for way, folder in zip(ways, folders, strict=True)]
-    updates.insert(2, ("refused", str(folders[0])))
-    wanted = [before, *(want for _, want in trained)]
-    wanted.insert(2, wanted[2])
+    trained = retrained(model, [tmp_path / str(turn) for turn in range(5)])
+    turns = {"disk": 0, "tensors": 1, "refused": 1, "broadcast": 2, "bucket": 3, "disk again": 4}
+    updates = [(way.split()[0], str(trained[turn][0])) for way, turn in turns.items()]
+    wanted = [before, *(trained[turn][1] for turn in turns.values())]
     code, log, tokens = run(tmp_path, model, "cpu,eprt", engine, "float32", updates=updates)
     assert (code, tokens) == (0, wanted), log[-3000:]
     assert f"{LINE} {WHERE[engine is ONE]}" in log
-    assert (
-        "eprt: old weights serve until the rest of the new ones comes: model.layers.0.mlp.experts: of 1 experts" in log
-    )
+    waits = "eprt: old weights serve until the rest of the new ones comes: model.layers.0.mlp.experts: of 1 experts"
+    assert waits in log
     assert "refused: False eprt holds the experts, and load_format 'direct' copies" in log
 
 

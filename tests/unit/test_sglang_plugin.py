@@ -215,10 +215,10 @@ def test_updates_of_weights_that_eprt_cannot_take_are_refused() -> None:
 
 
 def test_new_weights_that_came_in_part_wait(caplog: pytest.LogCaptureFixture) -> None:
-    """SGLang may serve between two pieces of an update: each reason is said once, and what is whole comes in."""
+    """SGLang may serve between two pieces of an update: the first reason is said once, and what is whole comes in."""
     state = SglangState()
-    whole, part = Mock(lacking=""), Mock(lacking="layer 1 lacks w3")
-    state.unfinished = [whole, part]
+    whole, part, other = Mock(lacking=""), Mock(lacking="layer 1 lacks w3"), Mock(lacking="layer 2 lacks w2")
+    state.unfinished = [whole, part, other]
     with caplog.at_level(logging.WARNING, logger="sglang.eprt"):
         hooks._before_forward(state)
         hooks._before_forward(state)

@@ -169,10 +169,11 @@ def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> No
     take_over_gates(runner.model)
     if state.cold:
         state.warm()
-    elif state.fallbacks and not state.bindings and state.reports():
-        state.report()
     elif not state.bindings and state.reports():
-        state.logger.warning(NONE)
+        if state.fallbacks:
+            state.report()
+        else:
+            state.logger.warning(NONE)
 
 
 def _update_refused(state: SglangState, original: Callable[..., str | None], *args: Any, **kwargs: Any) -> str | None:

@@ -35,7 +35,7 @@ class SglangState(EngineState):
     Attributes:
         layer_ids: numbers of the layers that eprt runs, as SGLang's routers know them.
         top_k: experts that a token visits, of the router that was made last.
-        lacking: what the log was told last of new weights that came in part.
+        lacking: what the log was told last of new weights that came in part, or "".
     """
 
     engine = "SGLang"
@@ -87,16 +87,17 @@ class SglangState(EngineState):
     def bring_in(self) -> None:
         """Brings new weights into their layers before the next step. Layers of which experts came in part stay as they
         were until the rest comes: SGLang may send an update in pieces, and serve between two."""
-        cuda = torch.cuda.is_available()
-        if cuda:
+        found = [(bound, bound.lacking) for bound in self.unfinished]
+        lacking = next((reason for _, reason in found if reason), "")
+        if lacking and lacking != self.lacking:
+            self.logger.warning("eprt: old weights serve until the rest of the new ones comes: %s", lacking)
+        self.lacking = lacking
+        whole, cuda = [bound for bound, reason in found if not reason], torch.cuda.is_available()
+        if whole and cuda:
             torch.cuda.synchronize()  # they were written on another stream than this step's
-        for bound in tuple(self.unfinished):
-            if not (reason := bound.lacking):
-                bound.finish()
-            elif reason != self.lacking:
-                self.lacking = reason
-                self.logger.warning("eprt: old weights serve until the rest of the new ones comes: %s", reason)
-        if cuda:
+        for bound in whole:
+            bound.finish()
+        if whole and cuda:
             torch.cuda.synchronize()  # their memory goes back to that stream
 
     def await_verdict(self) -> None:
