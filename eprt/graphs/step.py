@@ -54,7 +54,8 @@ class StepGraphs:
             synchronise. `capture` calls it several times a bucket.
         inputs: of each input one row, [1, ...], on the world's device: what a row without a token holds. Such a row is
             computed like any other outside of the experts, so choose what does no harm (a cache slot of its own).
-        buckets: rows to capture for, the same on every rank.
+        buckets: rows to capture for, the same on every rank. Sizes below the largest that other graphs of the World
+            have by then are captured, too: R may be rounded up to one of those.
         idle: what a rank without tokens does in place of forward, on all layers (`lambda: idle_step(layers)`). None:
             it replays forward on rows without tokens, which costs it the attention.
 
@@ -106,9 +107,10 @@ class StepGraphs:
         self._captured.clear()
         self._fill(0, {})  # the calls below would write what an earlier step brought once more, without its experts
         self._world.add_buckets(self.buckets)
+        sizes = [rows for rows in self._world.buckets if rows <= self.buckets[-1]]
         pool = Pool.of(self._world.device)
         with torch.no_grad(), self._watch.capturing():
-            self._captured = {rows: self._record(rows, pool) for rows in reversed(self.buckets)}
+            self._captured = {rows: self._record(rows, pool) for rows in reversed(sizes)}
         self._world.take_call_log()  # the calls of a recording are no step's
 
     def __call__(self, num_tokens: int, **inputs: torch.Tensor) -> Any:

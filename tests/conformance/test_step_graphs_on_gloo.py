@@ -154,8 +154,9 @@ def test_inputs_that_require_gradients_leave_none_behind() -> None:
         assert not graphs._inputs["x"].requires_grad
 
 
-def test_an_idle_rank_runs_the_forward_in_a_step_of_other_graphs_bucket() -> None:
-    """R is then one of `World.buckets` that these graphs don't have, and may be below their smallest."""
+def test_a_capture_takes_the_smaller_buckets_of_other_graphs() -> None:
+    """R may be rounded up to one of those. Before that capture such a step is run eagerly, on rows that aren't
+    padded."""
     config, rows = cases.make_config("f32"), list[int]()
     with World.from_env("cpu") as world:
         runtime = RuntimeConfig(executor="reference", max_tokens_per_rank=8)
@@ -167,12 +168,25 @@ def test_an_idle_rank_runs_the_forward_in_a_step_of_other_graphs_bucket() -> Non
             return layer(x, TopK(ids, ids.float()))
 
         row = {"x": torch.zeros(1, config.hidden_size)}
-        few, many = (StepGraphs(world, [layer], forward, row, buckets=(bucket,)) for bucket in (1, 4))
-        few.capture()
-        many.capture()
-        assert many(0).shape == (0, config.hidden_size)
-        assert many(3, x=torch.ones(3, config.hidden_size)).shape == (3, config.hidden_size)
-    assert rows == [1, 4, 1, 4]
+        many, few = (StepGraphs(world, [layer], forward, row, buckets=buckets) for buckets in ((8,), (1, 4)))
+
+        def rows_of(call: Callable[[], Any]) -> list[int]:
+            rows.clear()
+            call()
+            return list(rows)
+
+        def step(num_tokens: int) -> torch.Tensor:
+            return many(num_tokens, x=torch.ones(num_tokens, config.hidden_size))
+
+        assert rows_of(many.capture) == [8]
+        assert rows_of(few.capture) == [4, 1]
+        assert rows_of(lambda: step(0)) == [1]
+        assert rows_of(lambda: step(3)) == [3]
+        assert rows_of(many.capture) == [8, 4, 1]
+        assert rows_of(lambda: step(0)) == [1]
+        assert rows_of(lambda: step(3)) == [4]
+        assert step(0).shape == (0, config.hidden_size)
+        assert step(3).shape == (3, config.hidden_size)
 
 
 class _Layer:
