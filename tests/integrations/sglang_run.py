@@ -2,7 +2,7 @@
 
 SPEC: model, dtype, prompts (ids, tokens to add), out, kill (the number of a rank to kill then, or null), further engine
 arguments, updates: (way, checkpoint), each followed by the same prompts, and a port for them. Without updates the file
-holds one list of tokens.
+holds one list of tokens. With `enable_return_routed_experts` a second one holds what experts these chose.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ def main() -> None:
             done(engine.end_weight_update())
         found.append(tokens(engine, spec["prompts"]))
     Path(spec["out"]).write_text(json.dumps(found if spec["updates"] else found[0]))
+    if spec["engine"].get("enable_return_routed_experts"):
+        config = json.loads(Path(spec["model"], "config.json").read_text())
+        sizes = config["num_hidden_layers"], config["num_experts_per_tok"]
+        outputs = answers(engine, spec["prompts"], return_routed_experts=True)
+        Path(spec["out"] + ".experts").write_text(json.dumps([chosen(output, *sizes) for output in outputs]))
     if spec["kill"] is not None:
         titles = {child: " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)}
         rank = re.compile(rf"scheduler.*TP{spec['kill']}(?!\d)")
@@ -64,9 +69,20 @@ def main() -> None:
 
 
 def tokens(engine: Any, prompts: list[Any]) -> list[list[int]]:
+    return [output["output_ids"] for output in answers(engine, prompts)]
+
+
+def answers(engine: Any, prompts: list[Any], **more: Any) -> list[dict[str, Any]]:
     settings = [{"temperature": 0, "max_new_tokens": added, "ignore_eos": True} for _, added in prompts]
-    outputs = engine.generate(input_ids=[ids for ids, _ in prompts], sampling_params=settings)
-    return [output["output_ids"] for output in outputs]
+    return engine.generate(input_ids=[ids for ids, _ in prompts], sampling_params=settings, **more)
+
+
+def chosen(output: dict[str, Any], layers: int, top_k: int) -> list[list[int]]:
+    """What each token but the last chose in each layer: (layer, *experts), ascending."""
+    from sglang.srt.state_capturer.routed_experts import extract_routed_experts_from_meta_info
+
+    rows = extract_routed_experts_from_meta_info(output).reshape(-1, top_k)
+    return [[number % layers, *sorted(row.tolist())] for number, row in enumerate(rows)]
 
 
 def weights_of(checkpoint: str) -> list[Any]:

@@ -15,7 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_models import PROMPTS, Prompts, by_transformers, glm4_model, packed_model, qwen3_model, retrained
+from support.engine_models import (
+    PROMPTS,
+    Prompts,
+    by_transformers,
+    experts_by_transformers,
+    glm4_model,
+    packed_model,
+    qwen3_model,
+    retrained,
+)
 from support.ports import free_port
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="runs under scripts/test_sglang.sh")
@@ -100,10 +109,14 @@ def test_tokens_are_sglangs_own(
 def test_tokens_travel_to_an_idle_rank_and_back_and_a_killed_rank_is_named(
     qwen3: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
-    """Prompts go to the ranks in turn: the rank whose are short is idle for the many steps of the other's."""
+    """Prompts go to the ranks in turn: the rank whose are short is idle for the many steps of the other's. Each answer
+    says what experts were chosen, as a trainer that replays the choice asks."""
     model, want = qwen3
-    _, log, tokens = run(tmp_path, model, "cpu,eprt", CARRIED, "float32", kill=1)
+    engine = CARRIED | {"enable_return_routed_experts": True}
+    _, log, tokens = run(tmp_path, model, "cpu,eprt", engine, "float32", kill=1)
     assert tokens == want, log[-3000:]
+    chosen = json.loads((tmp_path / "tokens.experts").read_text())
+    assert [[tuple(row) for row in rows] for rows in chosen] == experts_by_transformers(model, want)
     assert f"{LINE} over 2 ranks: " in log
     assert log.count("eprt: ready") == 1
     victim = re.search(r"killed (\d+)", log)

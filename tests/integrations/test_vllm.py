@@ -12,13 +12,23 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engine_models import PROMPTS, Prompts, by_transformers, gemma4_model, glm4_model, qwen3_model, retrained
+from support.engine_models import (
+    PROMPTS,
+    Prompts,
+    by_transformers,
+    experts_by_transformers,
+    gemma4_model,
+    glm4_model,
+    qwen3_model,
+    retrained,
+)
 from support.ports import free_port
 
 from eprt.integrations.vllm.supported import DECODE, RUNNERS
@@ -137,7 +147,7 @@ def placed(tmp_path: Path) -> dict[str, Any]:
     ("dp", "tp", "ep", "ranks"),
     [
         (1, 1, False, "on this rank alone"),
-        (1, 2, False, "on one of 2 tensor-parallel parts"),
+        (1, 2, False, "on one of 2 ranks whose outputs are summed"),
         (2, 1, True, "over 2 ranks"),
         (1, 2, True, "over 2 ranks (attention TP 2)"),  # they hold the same tokens, and eprt splits them
         (2, 2, True, "over 4 ranks"),  # vLLM splits the tokens of TP ranks itself
@@ -273,6 +283,12 @@ def test_experts_are_chosen_by_eprt_in_a_gates_place(
     assert codes == [0], logs[0][-3000:]
     assert "of 2 layers the gate and the choice of experts are eprt's, too" in logs[0]
     assert tokens == gpt_oss_tokens
+    # vLLM still records the choice, which trainers replay (--enable-return-routed-experts).
+    heard, want = Counter(), Counter(row for rows in experts_by_transformers(gpt_oss, tokens) for row in rows)
+    for layer, rows in json.loads(next(tmp_path.glob("*.experts")).read_text()).items():
+        heard.update((int(layer), *sorted(row)) for row in rows)
+    assert heard.total() == want.total()
+    assert (heard & want).total() > 0.9 * want.total()  # bf16 and float32 part where two experts are nearly alike
 
 
 @pytest.mark.parametrize("write", [glm4_model, gemma4_model])

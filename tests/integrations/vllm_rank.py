@@ -3,7 +3,7 @@
 SPEC: model, dtype, dp, tp, ep, rank, port, prompts (ids, tokens to add), out, all_out, further LLM arguments, and
 updates: (way, checkpoint), each followed by the same prompts. Without updates the file holds one list of tokens.
 With `as_gpu`, vLLM checks its flags as it does where GPUs are: its CPU build refuses some that nothing on CPU hinders.
-With `gates`, its routers are as GPUs have them.
+With `gates`, its routers are as GPUs have them, and what they tell vLLM's recorder of chosen experts is written, too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def main() -> None:
     from vllm import SamplingParams
 
     llm = started(spec)
+    recorder = Recorder()
+    if spec.get("gates"):
+        llm.apply_model(recorder.listen)
     settings = [
         SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in spec["prompts"]
     ]
@@ -42,6 +45,7 @@ def main() -> None:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     found = [tokens()]
+    Path(spec["out"] + ".experts").write_text(json.dumps(recorder.heard))
     for number, (way, checkpoint) in enumerate(spec.get("updates", [])):
         llm.sleep(level=0)  # returns when this rank's last dummy step is over
         meet(spec, f"before-{number}")
@@ -54,6 +58,21 @@ def main() -> None:
     meet(spec, "end")
     time.sleep(1)
     llm.llm_engine.engine_core.shutdown()
+
+
+class Recorder:
+    """In the place of vLLM's recorder of chosen experts, which wants a GPU: what routers tell it, by layers."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, list[list[int]]] = {}
+
+    def listen(self, model: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        bind_routed_experts_capturer(model, self)
+
+    def capture(self, layer_id: int, topk_ids: Any) -> None:
+        self.heard.setdefault(layer_id, []).extend(topk_ids.tolist())
 
 
 class AsGpu:

@@ -200,6 +200,19 @@ def by_transformers(model: Any, prompts: Prompts = PROMPTS) -> tuple[list[list[i
     return want, lead
 
 
+def experts_by_transformers(folder: Path, tokens: list[list[int]]) -> list[list[tuple[int, ...]]]:
+    """What each token but the last chooses in each layer, by prompts: (layer, *experts), ascending."""
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").float().eval(), []
+    for (ids, _), added in zip(PROMPTS, tokens, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + added[:-1]]), output_router_logits=True).router_logits
+        chosen = [each.topk(model.config.num_experts_per_tok).indices.sort().values.tolist() for each in logits]
+        found.append([(layer, *row) for rows in zip(*chosen, strict=True) for layer, row in enumerate(rows)])
+    return found
+
+
 def retrained(start: Path, folders: Sequence[Path]) -> list[tuple[Path, list[list[int]]]]:
     """Writes what a training run makes of a Qwen3-MoE, each time to another folder. Returns these, each with the tokens
     that transformers gives with it."""

@@ -252,7 +252,7 @@ def test_ranks_of_tensor_parallelism_compute_parts_of_the_sum(pools, dense: bool
     assert not torch.equal(found[0]["output"], found[1]["output"])
     for rank in found:
         assert (rank["reduced"], rank["ranks"]) == (False, [1])
-        assert "on one of 2 tensor-parallel parts: none + " in rank["line"]
+        assert "on one of 2 ranks whose outputs are summed: none + " in rank["line"]
 
 
 @pytest.mark.parametrize("unfit", ["", "--enable-eplb moves experts in vLLM 0.99: install another"])

@@ -246,11 +246,10 @@ def describe(bindings: list[LayerBinding], total: int, *, balanced: bool = False
     """Returns one line for layers of one kind: where they run, how, and why so."""
     first = bindings[0]
     config, parallel, plan = first.config, first.world.parallel, first.plan
-    ranks = f"over {parallel.world_size} ranks"
-    if not first.expert_parallel:
-        ranks = "on this rank alone" if first.parts == 1 else f"on one of {first.parts} tensor-parallel parts"
-    elif parallel.attention_tp_size > 1:
-        ranks += f" (attention TP {parallel.attention_tp_size})"
+    ranks = "on this rank alone" if first.parts == 1 else f"on one of {first.parts} ranks whose outputs are summed"
+    if parallel.world_size > 1:
+        attention = f" (attention TP {parallel.attention_tp_size})" if parallel.attention_tp_size > 1 else ""
+        ranks = f"over {parallel.world_size} ranks{attention}"
     named = f"{len(bindings)} of {total} MoE layers ({first.name} to {bindings[-1].name})"
     why = "balanced" if balanced and first.expert_parallel else "by the placement file"
     placed = "" if first.placement is None else f" on {first.placement.num_slots} slots {why}"

@@ -46,6 +46,7 @@ def install(state: SglangState) -> None:
     register("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
     register("layers.moe.topk.TopK.__init__", partial(_router_made, state), HookType.AFTER)
     register("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
+    register("state_capturer.routed_experts.RoutedExpertsCapturer._get_local_slice", _recorded_rows)
     register("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
     for save in ("save_sharded_model", "save_remote_model"):
         register(f"managers.scheduler.Scheduler.{save}", partial(_saved, state))
@@ -94,6 +95,19 @@ def _dispatcher(original: Callable[..., Any], config: Any, **more: Any) -> Any:
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
     return pass_through() if get_moe_a2a_backend().is_customized() else original(config, **more)
+
+
+def _recorded_rows(original: Callable[..., Any], recorder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Finds this rank's rows where SGLang recorded the experts that its tokens chose (`return_routed_experts`).
+
+    With data-parallel attention SGLang looks among the rows of all ranks, which its routers see unless DeepEP carries
+    the tokens. Under eprt a router sees its rank's alone.
+    """
+    from sglang.srt.layers.moe import get_moe_a2a_backend
+    from sglang.srt.state_capturer.base import BaseTopkCapturer
+
+    find = BaseTopkCapturer._get_local_slice if get_moe_a2a_backend().is_customized() else original
+    return find(recorder, *args, **kwargs)
 
 
 def _runner_made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ def register() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.quantization import mxfp4
 
-    torch.tensor = _unpinned(torch.tensor)
+    torch.tensor, torch.zeros = _unpinned(torch.tensor), _unpinned(torch.zeros)
     for graphs in ("cuda", "cpu"):  # torch_native has none; 0.5.23 asks for the latter
         setattr(AttentionBackend, f"get_{graphs}_graph_seq_len_fill_value", lambda self: 1)
     for name in ("forward_extend", "forward_decode"):
