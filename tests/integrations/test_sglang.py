@@ -180,10 +180,11 @@ def test_fp8_block_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_
     [
         ("pack_quantized", "int4", 152, CARRIED),
         ("float_channel", "fp8_channel", 108, SUMMED),
+        ("modelopt_fp8", "fp8_tensor", 55, CARRIED),
     ],
-    ids=["pack-quantized-two", "float-channel-two-summed-by-sglang"],
+    ids=["pack-quantized-two", "float-channel-two-summed-by-sglang", "modelopt-fp8-two"],
 )
-def test_compressed_tensors_tokens_are_those_of_transformers(
+def test_packed_tokens_are_those_of_transformers(
     dialect: str, format: str, seed: int, engine: dict[str, Any], tmp_path: Path
 ) -> None:
     """SGLang loads the file's own tensors, in bfloat16 alone; transformers has the same numbers decoded, in float32."""

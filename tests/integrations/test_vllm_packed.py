@@ -49,6 +49,7 @@ HALF = WORDS | {"dtype": "float16"}  # as AutoAWQ writes models
         pytest.param("nvfp4_packed", "nvfp4", 1, 1, COMPRESSED, id="nvfp4-packed-one"),
         pytest.param("fp8_block", "fp8_block", 2, 1, BLOCKS, id="fp8-block-dp2-ep"),
         pytest.param("fp8_block", "fp8_block", 1, 2, BLOCKS, id="fp8-block-tp2-without-ep"),
+        pytest.param("modelopt_fp8", "fp8_tensor", 2, 1, WORDS | {"seed": 55}, id="modelopt-fp8-dp2-ep"),
         pytest.param("gptq", "int4", 1, 2, WORDS, id="gptq-tp2-without-ep"),
         pytest.param("awq", "int4", 2, 1, HALF, id="awq-dp2-ep"),
     ],

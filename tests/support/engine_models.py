@@ -124,6 +124,10 @@ def packed(dialect: str, matrix: torch.Tensor) -> tuple[Stored, torch.Tensor]:
     """What a packer stores of [rows, cols], and the numbers that this stands for; scales are powers of two."""
     if dialect in ("nvfp4_packed", "fp8_block"):
         return nvfp4(matrix) if dialect == "nvfp4_packed" else fp8_block(matrix)
+    if dialect == "modelopt_fp8":
+        scale = (matrix.abs().max() / 448).log2().ceil().exp2()
+        data = (matrix / scale).to(torch.float8_e4m3fn)
+        return {"weight": data, "weight_scale": scale, "input_scale": torch.tensor(1 / 64)}, data.float() * scale
     if dialect == "float_channel":
         scale = (matrix.abs().amax(1, keepdim=True) / 448).log2().ceil().exp2()
         data = (matrix / scale).to(torch.float8_e4m3fn)
@@ -141,6 +145,9 @@ def quantization(dialect: str) -> dict[str, Any]:
         ignored = [f"model.layers.{i}.{name}" for i in range(2) for name in plain]
         fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
         return fp8 | {"ignored_layers": ignored}
+    if dialect == "modelopt_fp8":
+        plain = ["*self_attn*", "*mlp.gate", "lm_head"]
+        return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": plain}
     if dialect == "gptq":
         return QUANT[dialect] | {"dynamic": {"-:.*self_attn.*": {}, "-:.*mlp.gate$": {}}, "lm_head": False}
     if dialect == "awq":

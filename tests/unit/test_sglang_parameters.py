@@ -117,6 +117,7 @@ def awq() -> Loaded:
 CASES = {
     "gpt-oss, mxfp4": lambda: padded(layouts.mxfp4("GptOssMxfp4MoEMethod", "swigluoai")),
     "ModelOpt nvfp4": lambda: of_all_ranks(layouts.nvfp4()),
+    "ModelOpt fp8": layouts.modelopt_fp8,
     "DeepSeek-V3, fp8 blocks": lambda: fp8([128, 128]),
     "fp8 a tensor": lambda: fp8(None),
     "DeepSeek-V4, fp4": fp4,

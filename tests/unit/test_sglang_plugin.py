@@ -163,7 +163,7 @@ MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
         ({"dtype": "half"}, {}, "float16"),
         ({"torch_dtype": "float32"}, {}, "float16"),  # which SGLang makes of it
         ({"torch_dtype": None}, {}, "float16"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, {}, "ModelOpt's FP8"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}, {}, "experts in mxfp8"),
         ({"model_path": "s3://bucket/model"}, {}, "config.json can't be read"),
         ({}, {"dispatcher": "deepep", "executor": "humming"}, "deepep"),
     ],
@@ -177,8 +177,8 @@ def test_sglang_carries_them_otherwise(qwen3: Path, change: dict[str, Any], give
 
 
 def test_a_file_of_its_own_for_quantisation_is_read(qwen3: Path) -> None:
-    (qwen3 / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == "ModelOpt's FP8"
+    (qwen3 / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MXFP8"}}')
+    assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == "experts in mxfp8"
 
 
 def test_gpt_oss_names_no_dtype(qwen3: Path) -> None:

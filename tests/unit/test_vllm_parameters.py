@@ -19,6 +19,8 @@ CASES = {
     "gpt-oss, mxfp4": (lambda: layouts.mxfp4("GptOssMxfp4MoEMethod", "swigluoai"), None),
     "DeepSeek-V4, mxfp4": (lambda: layouts.mxfp4("Mxfp4MoEMethod", "silu"), 10.0),
     "ModelOpt nvfp4": (layouts.nvfp4, None),
+    "ModelOpt fp8": (layouts.modelopt_fp8, None),
+    "ModelOpt fp8, not calibrated": (lambda: layouts.modelopt_fp8(calibrated=False), None),
     "DeepSeek-V3, fp8 blocks": (lambda: layouts.fp8([128, 128]), None),
     "fp8 a tensor": (lambda: layouts.fp8(None), None),
     "bf16": (lambda: layouts.dense(torch.bfloat16), None),
@@ -106,6 +108,8 @@ def test_what_eprt_cannot_read_is_left_to_vllm() -> None:
         (layouts.gptq, {"quant_config": {"desc_act": True}}, "desc_act"),
         (layouts.awq, {"quant_config": {"zero_point": False}}, "AWQ without zero points"),
         (layouts.awq, {"quant_config": {"group_size": 256}}, "a scale for 256 inputs"),
+        (layouts.modelopt_fp8, {"quant_config": {"quant_method": "FP8_PB_WO"}}, "ModelOpt's FP8_PB_WO"),
+        (layouts.modelopt_fp8, {"quant_config": {"is_checkpoint_fp8_serialized": False}}, "quantises to FP8 itself"),
     ],
 )
 def test_settings_of_packed_checkpoints_that_are_left_to_vllm(make, change, reason) -> None:
@@ -128,6 +132,7 @@ def test_parts_that_cut_a_scale_are_left_to_vllm(make) -> None:
     [
         (layouts.nvfp4, "w2_weight_scale_2"),
         (layouts.nvfp4, "w13_input_scale"),
+        (layouts.modelopt_fp8, "w13_weight_scale"),
         (layouts.w4a16, "w2_weight_scale"),
         (layouts.gptq, "w13_scales"),
         (layouts.awq, "w2_scales"),

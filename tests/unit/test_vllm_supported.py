@@ -13,7 +13,7 @@ from support.cases.vllm_layouts import named
 from support.stand_ins import vllm as stand_in
 from support.stand_ins.vllm import host
 
-from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.settings import choose, with_low_precision
@@ -231,8 +231,9 @@ def test_experts_that_would_be_decoded_are_left_on_gpus() -> None:
     assert plan.executor == "torch_grouped"  # asked for by name
 
 
-def test_fp8_blocks_meet_fp8_activations_as_in_vllm() -> None:
-    deepseek_v3 = MoEConfig(256, 8, 7168, 2048, weight_format="fp8_block")
+@pytest.mark.parametrize("weight_format", ["fp8_block", "fp8_channel", "fp8_tensor"])
+def test_fp8_meets_fp8_activations_as_in_vllm(weight_format: WeightFormat) -> None:
+    deepseek_v3 = MoEConfig(256, 8, 7168, 2048, weight_format=weight_format)
     runtime = with_low_precision(deepseek_v3, RuntimeConfig(), {})
     plan, pinned = choose(deepseek_v3, TWO_RANKS, runtime, HOPPER, captured=True)
     assert (plan.executor, pinned.low_precision_activations) == ("triton_grouped", True)

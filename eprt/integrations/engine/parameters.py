@@ -107,6 +107,16 @@ def fp8(block: Any, refined: Any = None) -> WeightFormat:
     return "fp8_block"
 
 
+def modelopt_fp8(method: Any, *_: Any) -> WeightFormat:
+    """Returns the number format of a ModelOpt method's FP8 experts. Raises FallsBackToEngine."""
+    config = method.quant_config
+    if (algorithm := getattr(config, "quant_method", "FP8")) != "FP8":  # SGLang's has one alone
+        raise FallsBackToEngine(f"ModelOpt's {algorithm}: eprt reads FP8 with one scale a tensor")
+    if not config.is_checkpoint_fp8_serialized:
+        raise FallsBackToEngine("experts that the engine quantises to FP8 itself")
+    return "fp8_tensor"
+
+
 def fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
     if "w13_weight_scale_inv" in p:
         up = Fp8Block(p["w13_weight"], p["w13_weight_scale_inv"])
@@ -148,5 +158,6 @@ def input_scale(p: Parameters, name: str, parts: int) -> torch.Tensor | None:
 
 # What every engine's methods for these formats keep.
 DENSE = ParameterLayout(plain, dense_matrices)
+MODELOPT_FP8 = ParameterLayout(modelopt_fp8, fp8_matrices, ("w13_weight_scale", "w2_weight_scale", *INPUT_SCALES))
 MXFP4 = ParameterLayout(mxfp4, mxfp4_matrices)
 NVFP4 = ParameterLayout(nvfp4, nvfp4_matrices, ("w13_weight_scale_2", "w2_weight_scale_2", *INPUT_SCALES))

@@ -99,12 +99,12 @@ def placement_of(
 
 
 def with_low_precision(moe: MoEConfig, runtime: RuntimeConfig, options: Mapping[str, Any]) -> RuntimeConfig:
-    """Quantises activations to FP8 where the weights are FP8 with one scale per block (for 128 values) or per row
-    (for a token).
+    """Quantises activations to FP8 where the weights are FP8: with one scale for 128 values beside blocks, else for a
+    token.
 
     The engines' own kernels do so with such a checkpoint. The options may say otherwise.
     """
-    if moe.weight_format not in ("fp8_block", "fp8_channel") or "low_precision_activations" in options:
+    if moe.weight_format not in ("fp8_block", "fp8_channel", "fp8_tensor") or "low_precision_activations" in options:
         return runtime
     return replace(runtime, low_precision_activations=True)
 

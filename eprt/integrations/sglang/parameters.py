@@ -114,6 +114,7 @@ LAYOUTS: dict[str, ParameterLayout] = {
     "UnquantizedFusedMoEMethod": shared.DENSE,
     "Fp8MoEMethod": ParameterLayout(_fp8, _fp8_matrices),
     "Mxfp4MoEMethod": shared.MXFP4,
+    "ModelOptFp8MoEMethod": shared.MODELOPT_FP8,
     "ModelOptNvFp4FusedMoEMethod": shared.NVFP4,
     "CompressedTensorsWNA16MoE": packed.WNA16,
     "CompressedTensorsWNA16TritonMoE": packed.WNA16,

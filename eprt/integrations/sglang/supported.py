@@ -167,7 +167,6 @@ def _require_model(args: Any, given: dict[str, Any]) -> None:
                     (moe.weight_format not in FORMATS, f"experts in {moe.weight_format}"),
                     (ordered, "INT4 with columns in activation order"),
                     (dialect == COMPRESSED and moe.weight_format == "nvfp4", "compressed-tensors' NVFP4"),
-                    (dialect == "modelopt" and moe.weight_format == "fp8_tensor", "ModelOpt's FP8"),
                 ]
             )
             runtime = with_low_precision(moe, runtime_with(_invariant(args) | given, 1024), given)

@@ -48,6 +48,7 @@ LAYOUTS: dict[str, ParameterLayout] = {
     "Fp8MoEMethod": ParameterLayout(_fp8, shared.fp8_matrices),
     "GptOssMxfp4MoEMethod": shared.MXFP4,
     "Mxfp4MoEMethod": shared.MXFP4,
+    "ModelOptFp8MoEMethod": shared.MODELOPT_FP8,
     "ModelOptNvFp4FusedMoE": shared.NVFP4,
     "CompressedTensorsWNA16MoEMethod": packed.WNA16,
     "CompressedTensorsWNA16MarlinMoEMethod": packed.WNA16,

@@ -112,6 +112,14 @@ def nvfp4(input_scale: bool = True) -> Loaded:
     return packed(PACK["nvfp4"], method, calibrated=input_scale)
 
 
+def modelopt_fp8(calibrated: bool = True) -> Loaded:
+    """ModelOptFp8MoEMethod: one scale for each of gate, up and down, and one of their inputs an expert."""
+    config = SimpleNamespace(quant_method="FP8", is_checkpoint_fp8_serialized=True)
+    made = packed(PACK["fp8_tensor"], named("ModelOptFp8MoEMethod", quant_config=config), calibrated=calibrated)
+    made.parameters["w13_input_scale"] = made.parameters["w13_input_scale"].amax(1)  # one of an expert's inputs
+    return made
+
+
 def fp8(block: list[int] | None) -> Loaded:
     """Fp8MoEMethod: DeepSeek's blocks of 128, or one scale for each of gate, up and down."""
     method = named("Fp8MoEMethod", weight_block_size=block)
