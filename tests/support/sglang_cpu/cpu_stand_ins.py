@@ -14,8 +14,10 @@ def register() -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.quantization import mxfp4
+    from sglang.srt.mem_cache.pool_host import common
 
     torch.tensor, torch.zeros = _unpinned(torch.tensor), _unpinned(torch.zeros)
+    common._cuda_host_register = lambda *args: None  # memory that 0.5.23 pins itself
     for graphs in ("cuda", "cpu"):  # torch_native has none; 0.5.23 asks for the latter
         setattr(AttentionBackend, f"get_{graphs}_graph_seq_len_fill_value", lambda self: 1)
     for name in ("forward_extend", "forward_decode"):
