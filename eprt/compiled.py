@@ -87,7 +87,5 @@ def call(
     ids, weights = (routing.ids, routing.weights) if isinstance(routing, TopK) else (None, None)
     logits = routing.logits if isinstance(routing, RouterLogits) else None
     if routing is not None and logits is None and (ids is None or weights is None):  # the operator would see none
-        raise InputError(
-            f"routing is {type(routing).__name__}: expected TopK, RouterLogits, with their tensors, or None"
-        )
+        raise InputError(f"routing is a {type(routing).__name__}: expected TopK, RouterLogits or None, with tensors")
     return moe_layer(hidden_states, number, ids, weights, logits, token_ids, tokens_per_rank)

@@ -123,7 +123,7 @@ class World(Collectives):
             if owns_default:
                 guard.bounded(lambda: init_default_group(met, where, timeout_s), timeout_s)
             meshes, made = guard.bounded(lambda: make_meshes(where, parallel, timeout_s), timeout_s)
-        groups = dist.distributed_c10d._get_default_group(), meshes[0]["attention_tp"].get_group()
+        groups = dist.distributed_c10d._get_default_group(), meshes[0].get_group("attention_tp")
         membership = Membership(dist.get_rank(), dist.get_world_size(), where, parallel, *groups)
         world = cls(membership, timeout_s, owns_default=owns_default, guard=guard)
         world.attention_mesh, world.moe_mesh = meshes
@@ -202,7 +202,7 @@ class World(Collectives):
             group, attention = mesh.get_group(), None
         elif mesh.ndim == 2 and attention_tp_dim is not None and names[-1:] == (attention_tp_dim,):
             group = group_of_ranks(mesh.mesh.flatten().tolist(), timeout_s)
-            attention = mesh[attention_tp_dim].get_group()
+            attention = mesh.get_group(attention_tp_dim)
         else:
             raise ConfigError(
                 f"mesh has dimensions {names or mesh.ndim}, attention_tp_dim is {attention_tp_dim!r}: expected a 1-D "
