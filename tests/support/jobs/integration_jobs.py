@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from eprt.config import RuntimeConfig
+from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S, said
 from support.cases import tiny_families
@@ -188,6 +189,8 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     with_own_block.lm_head.to("meta")
     attempt("meta head", lambda: parallelize(with_own_block, world, runtime))
     with_own_block = tiny_families.tiny_model("jamba")
+    one_layers = PlacementFile(tiny_families.NUM_EXPERTS, world.size, {0: tuple(range(tiny_families.NUM_EXPERTS))})
+    attempt("one layer's placement", lambda: parallelize(with_own_block, world, runtime, placement=one_layers))
     for layer in parallelize(with_own_block, world, runtime):
         layer.close()
     attempt("twice own block", lambda: parallelize(with_own_block, world, runtime))
