@@ -74,6 +74,7 @@ def test_greedy_tokens_are_those_of_one_process(outcomes, name: str, size: int) 
     for rank, each in enumerate(by_rank[name] for by_rank in outcomes(size)):
         assert each.error == "", f"rank {rank}"
         assert each.found == each.expected, f"rank {rank}"
+        assert each.told == (), f"rank {rank}"
         assert each.layers
         assert each.layers == NUMBERS.get(name, each.layers)
         assert len(each.expected) == len(PROMPTS[rank])

@@ -170,28 +170,26 @@ class DecodeGraphs:
 
     def _row(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the inputs of a row without a token: it sees the first position alone."""
-        prepare: Any = model.prepare_inputs_for_generation
+        whose: Any = model
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
         self.cache.begin()
+        begun = {"attention_mask": torch.ones_like(zero), CACHE: self.cache.view(1)}
         with torch.no_grad():
-            given = prepare(
-                zero,
-                next_sequence_length=1,
-                attention_mask=torch.ones_like(zero),
-                position_ids=zero,
-                use_cache=True,
-                **{CACHE: self.cache.view(1)},
+            positions = whose._prepare_position_ids_for_generation(zero, dict(begun))
+            given = whose.prepare_inputs_for_generation(
+                zero, next_sequence_length=1, position_ids=positions, use_cache=True, **begun
             )
         self.cache.begun = True
         return _flat(given)
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the tensors among a forward's arguments; those of a dict (masks per kind of layer) as `name/key`."""
+    """Returns the tensors among a forward's arguments, [rows, ...]; those of a dict (masks per kind of layer) as
+    `name/key`."""
     found: dict[str, torch.Tensor] = {}
     for name, value in given.items():
         parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-        found |= {key: part for key, part in parts.items() if isinstance(part, torch.Tensor)}
+        found |= {key: _turned(key, part) for key, part in parts.items() if isinstance(part, torch.Tensor)}
     return found
 
 
@@ -200,11 +198,17 @@ def _nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, tensor in flat.items():
         name, _, key = path.partition("/")
+        tensor = _turned(name, tensor)
         if key:
             found.setdefault(name, {})[key] = tensor
         else:
             found[name] = tensor
     return found
+
+
+def _turned(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Exchanges rows and axes of an image model's positions, which are [axes, rows, tokens]."""
+    return tensor.transpose(0, 1) if name == "position_ids" and tensor.dim() == 3 else tensor
 
 
 # ---- the cache ---------------------------------------------------------------------------------------------------

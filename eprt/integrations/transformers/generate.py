@@ -93,7 +93,9 @@ def generate(
         decode = None
         if graphs is not False:
             buckets = _buckets(graphs, min(batch_size, most))
-            decode = _decode_graphs(model, agreement, _most_length(model, rows, options), batch_size, buckets, options)
+            with _refusals(layer.world):
+                length = _most_length(model, rows, options)
+            decode = _decode_graphs(model, agreement, length, batch_size, buckets, options)
         if decode is not None:
             replaying.enter_context(decode.inside(model))  # until the last rank is done
         found: dict[int, list[int]] = {}
@@ -106,7 +108,8 @@ def generate(
         for numbers in batches:
             batch = {number: rows[number] for number in numbers}
             own = None if seeds is None else [seeds[number] for number in numbers]
-            found |= zip(numbers, _run(model, batch, own, on_token, options, decode), strict=True)
+            with _refusals(layer.world):
+                found |= zip(numbers, _run(model, batch, own, on_token, options, decode), strict=True)
     return [tokens for _, tokens in sorted(found.items())]
 
 
@@ -210,7 +213,7 @@ def _run(
     if decode is not None:
         given |= {**decode.begin(len(ids)), "disable_compile": True}
     choice = SeededChoice(seeds, device) if seeds and option_of(model, options, "do_sample") else None
-    with nullcontext() if choice is None else chosen_last(model, choice), _refusals(agreement_of(model).world):
+    with nullcontext() if choice is None else chosen_last(model, choice):
         out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     after = [tokens[: lengths.get(row)] for row, tokens in enumerate(out[:, ids.shape[1] :].tolist())]
     return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in stops), None)] for tokens in after]
@@ -218,11 +221,11 @@ def _run(
 
 @contextmanager
 def _refusals(world: World) -> Iterator[None]:
-    """Lets what transformers raises before the first forward, of options, be a ConfigError."""
+    """Lets what options raise before the first forward, in transformers or here, be a ConfigError."""
     begun = world.step_number
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, EprtError) or world.step_number != begun:
             raise
         raise ConfigError(

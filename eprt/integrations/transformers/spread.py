@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from eprt.config import Activation, MoEConfig, RuntimeConfig
+from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from eprt.integrations.transformers.agreement import NUMBER, Place, layer_of
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
@@ -40,6 +41,7 @@ from eprt.placement.file import PlacementFile
 from eprt.tokens import TopK
 from eprt.weights import Dense, ExpertWeights
 from eprt.world import World
+from eprt.world.agree import Header, shared_errors
 
 _EXPERT = re.compile(r"(?<=experts[._])\d+(?=\.)|(?<=expert_)\d+(?=\.)")
 _PLAIN = (torch.bfloat16, torch.float32)
@@ -84,9 +86,11 @@ def spread(
     layers: list[ExpertParallelMoE] = []
     with closing(load_on_all_ranks(world, lambda: open_source(model, checkpoint))) as source:
         require_same_weights(model, world, tuple(f"{path}." for path in source.modules))
+        with shared_errors(world, Header("load", -1, 0)):  # before any module is changed
+            placements = {path: source.placement(path, world.parallel, placed) for path in source.modules}
         for path, experts in source.modules.items():
             number = layer_of(path)
-            parts = load_on_all_ranks(world, lambda path=path: source.parts(path, world, placed), number)
+            parts = load_on_all_ranks(world, partial(source.parts, path, world.rank, placements[path]), number)
             layer = ExpertParallelMoE(
                 parts.config, world, parts.weights, runtime=runtime, layer=number, placement=parts.placement
             )
@@ -186,15 +190,15 @@ class _Source:
     def fingerprint(self) -> int:
         return hash63(repr(sorted(self.modules)).encode())
 
-    def parts(self, path: str, world: World, placed: PlacementFile | None) -> _Parts:
-        """Reads this rank's part of one module. Raises ConfigError, UnsupportedError, CheckpointError."""
-        experts = self.modules[path]
-        whole = self.parameters(experts)
-        E = whole["down_proj"].shape[0]
-        placement = ExpertPlacement(E, world.parallel)
-        if placed is not None:
-            placement = placed.placement(layer_of(path), E, world.parallel)
-        shard = placement.shard(world.rank)
+    def placement(self, path: str, parallel: ParallelConfig, placed: PlacementFile | None) -> ExpertPlacement:
+        """Returns where a module's experts lie: in order without a file. Raises ConfigError."""
+        E = self.parameters(self.modules[path])["down_proj"].shape[0]
+        return ExpertPlacement(E, parallel) if placed is None else placed.placement(layer_of(path), E, parallel)
+
+    def parts(self, path: str, rank: int, placement: ExpertPlacement) -> _Parts:
+        """Reads a rank's part of one module. Raises ConfigError, UnsupportedError, CheckpointError."""
+        experts, E = self.modules[path], placement.num_experts
+        whole, shard = self.parameters(experts), placement.shard(rank)
         own = self.own_tensors(path, whole, shard)
         gate_up, down, *biases = canonical(experts, [own[name] for name in parameter_names(experts)])
         parent = self.model.get_submodule(path.rpartition(".")[0])

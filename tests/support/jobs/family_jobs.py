@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from eprt.cli.generate_jobs import heard
 from eprt.config import RuntimeConfig
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S
@@ -19,23 +20,26 @@ from support.jobs import generation_jobs
 
 RUNTIME = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+_NO_GRAPHS, _ALIKE = "generate(graphs=...) runs without graphs: its cache has", "batches hold prompts of equal length"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One rank's: tokens after its prompts by eprt and by transformers alone, numbers of the layers, or an error."""
+    """One rank's: tokens after its prompts by eprt and by transformers alone, numbers of the layers, or an error;
+    `told`: what was warned of, but for caches and batches of other kinds of attention."""
 
     found: list[list[int]]
     expected: list[list[int]]
     layers: tuple[int, ...] = ()
     error: str = ""
+    told: tuple[str, ...] = ()
 
 
 def continue_families(
     context: RankContext, names: list[str], folder: str, prompts: list[list[list[int]]]
 ) -> dict[str, Outcome]:
-    """Each folder of transformers in turn: rank r continues `prompts[r]`. Checkpoints lie in `folder`, by name; of
-    `name:text` the text model alone is loaded."""
+    """Each folder of transformers in turn: rank r continues `prompts[r]`, of two ranks with step graphs. Checkpoints
+    lie in `folder`, by name; of `name:text` the text model alone is loaded."""
     world = context.world(timeout_s=BEHIND_S)
     found: dict[str, Outcome] = {}
     for name in names:
@@ -60,15 +64,18 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
         model = load_without_experts(folder, dtype=torch.float32, model_class=kind).eval()
     layers = parallelize(model, world, RUNTIME)
     try:
-        if hasattr(model, "generate"):
-            found = generate(model, prompts, **OPTIONS)
-        else:
-            with torch.no_grad(), lockstep(model):
-                found = [alone(model, prompt) for prompt in prompts]
+        with heard() as said:
+            if hasattr(model, "generate"):
+                found = generate(model, prompts, graphs=world.size == 2, **OPTIONS)
+            else:
+                with torch.no_grad(), lockstep(model):
+                    found = [alone(model, prompt) for prompt in prompts]
     finally:
         for layer in layers:
             layer.close()
-    return Outcome(found, expected, tuple(layer.dispatcher.layer for layer in layers))
+        world.buckets = ()  # this World serves other models
+    told = tuple(text for text in said if not text.startswith((_NO_GRAPHS, _ALIKE)))
+    return Outcome(found, expected, tuple(layer.dispatcher.layer for layer in layers), told=told)
 
 
 def alone(model: Any, prompt: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from eprt.config import RuntimeConfig
+from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S, said
 from support.cases import tiny_families
@@ -188,6 +189,8 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     with_own_block.lm_head.to("meta")
     attempt("meta head", lambda: parallelize(with_own_block, world, runtime))
     with_own_block = tiny_families.tiny_model("jamba")
+    one_layers = PlacementFile(tiny_families.NUM_EXPERTS, world.size, {0: tuple(range(tiny_families.NUM_EXPERTS))})
+    attempt("one layer's placement", lambda: parallelize(with_own_block, world, runtime, placement=one_layers))
     for layer in parallelize(with_own_block, world, runtime):
         layer.close()
     attempt("twice own block", lambda: parallelize(with_own_block, world, runtime))
@@ -223,6 +226,9 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("half a batch", lambda: generate(model, [[5]], batch_size=0.5))
     attempt("a half more", lambda: generate(model, [[5]], batch_size=2.5))
     attempt("an end in text", lambda: generate(model, [[5]], eos_token_id="</s>"))
+    attempt("a pad in text", lambda: generate(model, [[5]], pad_token_id="<pad>"))
+    attempt("a number in text", lambda: generate(model, [[5]], graphs=True, max_new_tokens="many"))
+    attempt("a config of JSON", lambda: generate(model, [[5]][world.rank :], generation_config={"do_sample": False}))
     attempt("stop strings", lambda: generate(model, [[5]], stop_strings=["a"]))
     attempt("bad words in text", lambda: generate(model, [[5]][world.rank :], bad_words_ids="x"))
     attempt("an option that nobody knows", lambda: generate(model, [[5]], colour=3))
