@@ -113,11 +113,9 @@ def host_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device {shown(device)}: expected 'cpu' or 'cuda'") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r}: expected 'cpu' or 'cuda'")
-    if str(device) != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise ConfigError("device 'cuda': 0 CUDA devices here; use 'cpu'")
-    return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"device {str(device)!r}: {count} CUDA devices here; use 'cpu'")
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def local_device(device: str | None) -> torch.device:
