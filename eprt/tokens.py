@@ -58,7 +58,7 @@ class TopK:
     ids: torch.Tensor
     weights: torch.Tensor
 
-    def check(self, num_experts: int, top_k: int) -> None:
+    def check(self, top_k: int) -> None:
         """Raises InputError on a wrong shape, dtype or device. Reads no values."""
         ids, weights = self.ids, self.weights
         if not torch.is_tensor(ids) or not torch.is_tensor(weights):

@@ -16,7 +16,7 @@ import torch
 from eprt import diagnosis
 from eprt.bench.report import Report, provenance, this_command
 from eprt.cli.arguments import Doctor
-from eprt.cli.ranks import ranks
+from eprt.cli.ranks import ranks, world_size
 from eprt.cli.terminal import Column, Terminal, columns, counted
 from eprt.conformance.checks import Check, CheckRow, run_checks, standard_checks, summarize
 from eprt.conformance.faults.matrix import SLACK_S, START_UP, Trial, controls, trials
@@ -88,6 +88,7 @@ def _say(report: dict[str, Any], terminal: Terminal) -> None:
 def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
     """Runs every conformance case on every pair that can run here, in one world."""
     groups: dict[tuple[str, ...], list[Check]] = defaultdict(list)
+    size = world_size(size, device)
     for check in standard_checks(size, Device.here(device)):
         groups[_group(check)].append(check)
     started = time.monotonic()

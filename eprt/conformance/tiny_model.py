@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from eprt.errors import ConfigError
+from eprt.files import write_whole
 from eprt.models.checkpoint import CONFIG, INDEX
 from eprt.models.published import MODELS
 from eprt.quant.blocks import encode_mxfp4
@@ -58,7 +59,7 @@ def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> Non
     total = 0
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        write_whole(directory / file, save(shard, metadata={"format": "pt"}))
         weight_map |= dict.fromkeys(shard, file)
         total += sum(tensor.numel() * tensor.element_size() for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

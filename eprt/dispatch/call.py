@@ -268,7 +268,7 @@ def check_call(
         raise InputError(f"dispatch got {kinds}: expected a tensor of hidden states and a TopK")
     if only is not None:
         check_hidden(x, config.hidden_size, device, meaning="the hidden size the experts see", flat=True, only=only)
-    topk.check(config.num_experts, config.top_k)
+    topk.check(config.top_k)
     if topk.ids.device != x.device or topk.ids.shape[0] != x.shape[0]:
         raise InputError(
             f"topk is for {topk.ids.shape[0]} tokens on {topk.ids.device}, hidden_states for {x.shape[0]} on "

@@ -128,7 +128,7 @@ class ChosenSlots:
         return TopK(torch.where(padding, self._nobody, chosen.ids), chosen.weights)
 
     def _placed(self, chosen: TopK, check_values: bool) -> TopK:
-        chosen.check(self._config.num_experts, self._config.top_k)
+        chosen.check(self._config.top_k)
         if chosen.ids.device.type != self._world.device.type:
             raise InputError(
                 f"topk_ids is on {chosen.ids.device}: the world runs on {self._world.device}; move it there"

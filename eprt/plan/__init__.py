@@ -7,7 +7,7 @@ model fitted to the rows (`eprt.plan.model`), else the order of preference.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from eprt import engines
@@ -102,7 +102,9 @@ def make_plan(
     possible = [c for c in candidates if c.support]
     if not possible:
         world = f"{parallel.world_size} x {device}"
-        raise UnsupportedError(f"no dispatcher/executor pair can run this layer on {world}:\n{_table(candidates)}")
+        rows = [(c.dispatcher, c.executor, c.token_format, c.support.reason) for c in candidates]
+        table = aligned([("dispatcher", "executor", "tokens", "reason"), *rows])
+        raise UnsupportedError(f"no dispatcher/executor pair can run this layer on {world}:\n{table}")
     best = min(possible, key=ask.key)
     return Plan(
         dispatcher=best.dispatcher,
@@ -154,9 +156,13 @@ class _Ask:
 
     def pair(self, d: DispatcherSpec, e: ExecutorSpec) -> list[Candidate]:
         """Returns the pair in every token format it could use: native ones, or one adapted."""
-        runtime = self._within(d)
+        runtime, asked = self.runtime, self.runtime.max_tokens_per_rank
+        if d.max_tokens is not None and asked > d.max_tokens and not runtime.strict_capacity:
+            runtime = replace(runtime, max_tokens_per_rank=d.max_tokens)  # larger batches pass in rounds
         carries = d.supports(self.config, self.parallel, runtime, self.device)
-        computes = self._computes(e)
+        computes = e.supports(self.config, self.parallel, self.runtime, self.device, runtime.payload or "bf16")
+        if computes and e.witness and runtime.executor == "auto":
+            computes = refuse(f"there to check the others, not to be fast: only by name, executor={e.name!r}")
         formats: list[TokenFormat] = [f for f in d.formats if runtime.token_format in (None, f)] or list(d.formats)
         native: list[TokenFormat] = [f for f in formats if f in e.formats]
         found: list[Candidate] = []
@@ -167,28 +173,14 @@ class _Ask:
                 name, lacks = (d.name, carries) if not carries else (e.name, computes)
                 found.append(Candidate(*common, refuse(f"{name}: {lacks.reason}"), runtime.max_tokens_per_rank))
                 continue
-            cut = runtime.max_tokens_per_rank < self.runtime.max_tokens_per_rank
             remarks = [
                 carries.reason,
-                f"in rounds of at most {runtime.max_tokens_per_rank} tokens a rank" if cut else "",
+                f"in rounds of at most {d.max_tokens} tokens a rank" if runtime.max_tokens_per_rank < asked else "",
                 computes.reason,
                 f"adapter from {token_format}" if adapted else "",
             ]
             support = Support(True, "; ".join(r for r in remarks if r))
             found.append(Candidate(*common, support, runtime.max_tokens_per_rank, *self._times(d, e, runtime, adapted)))
-        return found
-
-    def _within(self, d: DispatcherSpec) -> RuntimeConfig:
-        """Returns the options with the capacity that this dispatcher can have: larger batches pass in rounds."""
-        asked = self.runtime.max_tokens_per_rank
-        if d.max_tokens is None or asked <= d.max_tokens or self.runtime.strict_capacity:
-            return self.runtime
-        return replace(self.runtime, max_tokens_per_rank=d.max_tokens)
-
-    def _computes(self, e: ExecutorSpec) -> Support:
-        found = e.supports(self.config, self.parallel, self.runtime, self.device, self.runtime.payload or "bf16")
-        if found and e.witness and self.runtime.executor == "auto":
-            return refuse(f"there to check the others, not to be fast: only by name, executor={e.name!r}")
         return found
 
     def _times(
@@ -230,28 +222,23 @@ class _Ask:
         return asked not in DISPATCHERS[c.dispatcher].payloads
 
     def why(self, best: Candidate, possible: list[Candidate]) -> str:
-        halves = ((best.dispatcher, best.dispatch), (best.executor, best.experts))
-        said = [f"{name} {half.why}" for name, half in halves if half is not None]
-        if all(half is None or half.us == 0 for _, half in halves):
-            said = [f"nothing measured on {self.device} for this layer: first in the order of preference that can"]
-        elif not any(half and half.here and half.us for _, half in halves):
-            said.insert(0, f"nothing measured on {self.device} for this layer")
+        chosen, halves = (best.dispatcher, best.executor), (best.dispatch, best.experts)
+        took = [(name, half) for name, half in zip(chosen, halves, strict=True) if half and half.us]
+        said = [f"{name} {half.why}" for name, half in took]
+        if not any(half.here for _, half in took):
+            first = "" if took else ": first in the order of preference that can"
+            said.insert(0, f"nothing measured on {self.device} for this layer{first}")
         if self.parallel.world_size == 1:
             said.append("a world of one moves nothing")
         tuned = any(table["sm"] == self.device.sm for table in own_tables()) and self.parallel.moe_tp_size == 1
-        if tuned and any(half is None or half.basis != "measured" for _, half in halves):
+        if tuned and any(half is None or half.basis != "measured" for half in halves):
             tokens = self.tokens
             said.append(f"eprt tune has no times of this model at {tokens} tokens a rank: --tokens {tokens} adds them")
-        others = {c.dispatcher: c.dispatch.us for c in possible if c.dispatch and c.dispatcher != best.dispatcher}
-        others |= {c.executor: c.experts.us for c in possible if c.experts and c.executor != best.executor}
         if not self._casts(best) and any(map(self._casts, possible)):
             said.append("carries float32 tokens")
-        if others:
-            shown = ", ".join(f"{name} {us:.3g}" for name, us in sorted(others.items(), key=lambda item: item[1]))
-            said.append(f"others: {shown} us")
+        others = {c.dispatcher: c.dispatch.us for c in possible if c.dispatch and c.dispatch.us}
+        others |= {c.executor: c.experts.us for c in possible if c.experts}
+        ranked = sorted((us, name) for name, us in others.items() if name not in chosen)
+        if ranked:
+            said.append(f"others: {', '.join(f'{name} {us:.3g}' for us, name in ranked)} us")
         return "; ".join(said)
-
-
-def _table(candidates: Iterable[Candidate]) -> str:
-    shown = ((c.dispatcher, c.executor, c.token_format, c.support.reason) for c in candidates)
-    return aligned([("dispatcher", "executor", "tokens", "reason"), *shown])

@@ -17,16 +17,14 @@ class Fit:
     """Coefficients of a backend's terms, all at least 0, and how well they predict a row that they weren't fitted to.
 
     Attributes:
-        sms: generations whose rows it was fitted to; empty: coefficients of other backends stand in.
-        formats: (SM, number format) of those rows.
+        formats: (SM, number format) of the rows that it was fitted to; empty: coefficients of other backends stand in.
         median_error, worst_error: relative, leaving each row out in turn.
     """
 
     coefficients: tuple[float, ...]
-    sms: frozenset[int]
+    formats: frozenset[tuple[int, str]]
     median_error: float
     worst_error: float
-    formats: frozenset[tuple[int, str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,8 @@ def fit_of(samples: Sequence[Sample], least: Sequence[float]) -> Fit | None:
     us, terms = np.array([sample.us for sample in samples]), np.array([sample.terms for sample in samples])
     every = _coefficients(terms / us[:, None], np.array(least))
     errors = np.abs((every[:-1] * terms).sum(1) / us - 1)
-    sms = frozenset(sample.sm for sample in samples)
     formats = frozenset((sample.sm, sample.format) for sample in samples)
-    return Fit(tuple(every[-1].tolist()), sms, float(np.median(errors)), float(errors.max()), formats)
+    return Fit(tuple(every[-1].tolist()), formats, float(np.median(errors)), float(errors.max()))
 
 
 def _coefficients(rows: np.ndarray, least: np.ndarray) -> np.ndarray:

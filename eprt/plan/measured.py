@@ -12,7 +12,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -35,24 +34,19 @@ _REMEDY = "remove it; eprt tune measures again"
 _WORDS = {"dispatch": "payload", "experts": "weight_format"}
 
 
-@dataclass(frozen=True)
-class MeasuredRow:
-    """Microseconds of one backend at one shape, and words for `eprt explain`."""
-
-    us: float
-    why: str
+Answer = tuple[float, str]  # microseconds of one backend at one shape, and words for `eprt explain`
 
 
 def dispatch_time(
     name: str, config: MoEConfig, tokens: int, ranks: int, sm: int, payload: str = "bf16"
-) -> MeasuredRow | None:
+) -> Answer | None:
     """Returns dispatch + combine of `tokens` on each of `ranks` ranks of one host, if it was measured."""
     wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "ranks": ranks, "payload": payload}
     what = f"{payload} tokens of hidden {config.hidden_size}, top-{config.top_k}, {ranks} ranks"
     return _answer("dispatch", name, sm, wanted, tokens, what, "tokens a rank")
 
 
-def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> MeasuredRow | None:
+def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> Answer | None:
     """Returns one rank's experts, if they were measured; `tokens` counts all ranks' tokens."""
     wanted = sizes_of_experts(config, local_experts)
     what = f"{config.weight_format}, hidden {config.hidden_size}, {local_experts} of {config.num_experts} experts"
@@ -76,9 +70,7 @@ def shipped(kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
     return ((table["sm"], row) for table in _shipped() if table["kind"] == kind for row in table["rows"])
 
 
-def _answer(
-    kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, what: str, unit: str
-) -> MeasuredRow | None:
+def _answer(kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, what: str, unit: str) -> Answer | None:
     """Returns the first table's answer: at that many tokens, or between the two rows around them."""
     for table in (*own_tables(), *_shipped()):
         if (table["kind"], table["sm"]) != (kind, sm):
@@ -87,7 +79,7 @@ def _answer(
         times = {row["tokens"]: row["us"][name] for row in rows}
         if times and min(times) / SLACK <= tokens <= max(times) * SLACK:
             us, at = _interpolated(times, tokens)
-            return MeasuredRow(us, f"measured {us:.4g} us ({what}, {at} {unit}; {table['source']})")
+            return us, f"measured {us:.4g} us ({what}, {at} {unit}; {table['source']})"
     return None
 
 

@@ -26,7 +26,7 @@ from eprt.experts import EXECUTORS
 from eprt.experts.base import ExecutorSpec
 from eprt.plan.fitting import Fit, Sample, fit_of
 from eprt.plan.machines import RDMA_GB_PER_S, Machine, linked_ranks, machine_of
-from eprt.plan.measured import BENCH_EXPERTS, MeasuredRow, dispatch_time, experts_time, shipped
+from eprt.plan.measured import BENCH_EXPERTS, Answer, dispatch_time, experts_time, shipped
 from eprt.support import Device
 
 # Bytes of one value, and of one weight, with its share of block scales.
@@ -318,20 +318,21 @@ def _parts(names: Sequence[str], fit: Fit, terms: Sequence[float]) -> dict[str, 
     return {name: a * x for name, a, x in zip(names, fit.coefficients, terms, strict=True)}
 
 
-def _measured(row: MeasuredRow, modelled: Estimate | None) -> Estimate:
+def _measured(row: Answer, modelled: Estimate | None) -> Estimate:
     """Returns a row's time, its causes in the model's proportions."""
-    parts = {} if modelled is None else {name: us * row.us / modelled.us for name, us in modelled.parts.items()}
-    return Estimate(row.us, "measured", True, row.why, parts)
+    parts = {} if modelled is None else {name: us * row[0] / modelled.us for name, us in modelled.parts.items()}
+    return Estimate(row[0], "measured", True, row[1], parts)
 
 
 def _modelled(parts: dict[str, float], fit: Fit, device: Device) -> Estimate:
     us = sum(parts.values())
     shown = ", ".join(f"{name} {part:.3g}" for name, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.5)
-    if not fit.sms:
+    sms = {sm for sm, _ in fit.formats}
+    if not sms:
         why = f"assumed {us:.3g} us, never measured on any GPU: the best that others reach ({shown})"
         return Estimate(us, "assumed", False, why, parts)
-    here = device.sm in fit.sms
-    rows = "" if here else f", from rows of {', '.join(f'sm{sm}' for sm in sorted(fit.sms))} by the machines' peaks"
+    here = device.sm in sms
+    rows = "" if here else f", from rows of {', '.join(f'sm{sm}' for sm in sorted(sms))} by the machines' peaks"
     network = "; RDMA at an assumed rate" if "RDMA" in parts else ""
     why = (
         f"modelled, not measured: {us:.3g} us ({shown}){rows}{network}; a row left out is foretold within "

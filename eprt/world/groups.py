@@ -113,11 +113,9 @@ def host_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device {shown(device)}: expected 'cpu' or 'cuda'") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r}: expected 'cpu' or 'cuda'")
-    if str(device) != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise ConfigError("device 'cuda': 0 CUDA devices here; use 'cpu'")
-    return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"device {str(device)!r}: {count} CUDA devices here; use 'cpu'")
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def local_device(device: str | None) -> torch.device:
@@ -275,8 +273,10 @@ def control_group(met: Rendezvous, timeout_s: float, beside: dist.ProcessGroup |
     Not `dist.new_group`: that names a group after its ranks, so one made after another was destroyed meets its keys in
     the store and connects to sockets that are gone (torch 2.13).
     """
-    store = dist.PrefixStore("control", met.store)
-    return _gloo(store, met.ranks.index(met.rank), len(met.ranks), timeout_s, _backend_on_cpu(beside))
+    store, cpu = dist.PrefixStore("control", met.store), torch.device("cpu")
+    found = beside._get_backend(cpu) if beside is not None and cpu in beside._device_types else None
+    shared = found if isinstance(found, dist.ProcessGroupGloo) else None
+    return _gloo(store, met.ranks.index(met.rank), len(met.ranks), timeout_s, shared)
 
 
 def payload_group(
@@ -316,14 +316,6 @@ def _gloo(
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._timeout = timedelta(seconds=2 * timeout_s)
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _backend_on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo | None:
-    """Returns the group's gloo backend for CPU tensors; None where it has another or none."""
-    if group is None or torch.device("cpu") not in group._device_types:
-        return None
-    backend = group._get_backend(torch.device("cpu"))
-    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
 def group_of_ranks(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:

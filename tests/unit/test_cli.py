@@ -326,11 +326,23 @@ def test_doctor_proof_passes_and_fails(monkeypatch, capsys) -> None:
     assert "FAIL: 0 of 3 checks" in capsys.readouterr().out
 
 
+def test_doctor_proves_as_many_ranks_as_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4, the default, attention TP of 2 can be checked; of these 3 it can't."""
+    from eprt.cli import doctor
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    asked: list[int] = []
+    monkeypatch.setattr(doctor, "standard_checks", lambda size, device: asked.append(size) or [])
+    assert doctor._prove("cpu", 4, Terminal(json=True, speaks=False))["size"] == 3
+    assert asked == [3]
+
+
 def test_flags_stay_few() -> None:
     """A flag is a promise: adding one means changing this table."""
     for kind, names in (
         (arguments.Run, "attention_tp device dispatcher executor json layers model moe_tp plugin steps world"),
-        (arguments.Explain, "attention_tp device hosts json model moe_tp plot plugin ranks_per_host runtime world"),
+        (arguments.Explain, "attention_tp device json model moe_tp plot plugin ranks_per_host runtime world"),
         (arguments.Doctor, "device faults jobs json output plugin resume run seeds trials world"),
     ):
         assert " ".join(sorted(field.name for field in dataclasses.fields(kind))) == names

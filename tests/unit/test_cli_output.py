@@ -18,6 +18,7 @@ from support.processes import environment
 
 from eprt.cli import main
 from eprt.cli.journal import Journal
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import ConfigError
 from eprt.files import write_whole
 from eprt.placement.file import PlacementFile
@@ -62,8 +63,9 @@ def test_where_nothing_can_be_shown(tiny: Path, line: str, code: int, says: str)
         lambda path: Journal(path, {}, 1, []),
         lambda path: write_whole(path, "found"),
         PlacementFile(2, 1, {0: (0, 1)}).write,
+        write_tiny_checkpoint,
     ],
-    ids=["journal", "result", "placement"],
+    ids=["journal", "result", "placement", "tiny model"],
 )
 def test_a_full_disk_is_named_by_the_file(tmp_path: Path, write: Callable[[Path], object]) -> None:
     path, (soft, hard) = tmp_path / "file.json", resource.getrlimit(resource.RLIMIT_FSIZE)

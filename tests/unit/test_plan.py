@@ -118,6 +118,8 @@ def test_a_world_of_one_moves_nothing() -> None:
     for device in ("cpu", "sm90"):
         plan = make_plan(config_of(GPT_OSS), ParallelConfig(1), RuntimeConfig(), Device.parse(device))
         assert plan.dispatcher == "none"
+        assert plan.reason.count("moves nothing") == 1
+        assert "torch 0" not in plan.reason, "every dispatcher would take no time"
 
 
 def test_a_measured_choice_shows_the_row_it_used() -> None:

@@ -63,11 +63,12 @@ def test_the_gpu_of_a_host_engine_is_the_one_it_made_current(monkeypatch) -> Non
         with World.from_group(dist.group.WORLD, "cpu") as world:
             assert world.device == torch.device("cpu")
         if not torch.cuda.is_available():
-            with pytest.raises(ConfigError, match="0 CUDA devices here"):
-                World.from_group(dist.group.WORLD, "cuda")
+            for device in ("cuda", "cuda:0"):
+                with pytest.raises(ConfigError, match=f"'{device}': 0 CUDA devices here"):
+                    World.from_group(dist.group.WORLD, device)
         mesh = SimpleNamespace(ndim=1, mesh_dim_names=("dp",), device_type="cuda", get_group=lambda: dist.group.WORLD)
         mesh.get_coordinate = lambda: [0]
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail(f"set_device({index})"))
         for make, expected in (
