@@ -152,6 +152,8 @@ class Explain(_TensorParallel, _Plugins, _Json):
     """cpu, or a GPU's compute capability: sm90 (Hopper), sm100 (B200), ..."""
     ranks_per_host: int | None = None
     """Ranks per host; without it 8 for GPUs, all for CPUs."""
+    hosts: int | None = None
+    """Hosts, with the same number of ranks on each; instead of --ranks-per-host."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     """Settings that a layer would be built with; the same defaults."""
     plot: Path | None = None
@@ -160,16 +162,30 @@ class Explain(_TensorParallel, _Plugins, _Json):
     @property
     def parallel(self) -> ParallelConfig:
         """The sizes of the world that is asked for. Raises ConfigError where its ranks don't fill the hosts."""
-        W, asked = self.world, self.ranks_per_host
-        ParallelConfig(W)  # refuses what is no world, before its divisors are looked for
-        per_host = min((W if self.device == "cpu" else GPUS_PER_HOST) if asked is None else asked, W)
-        if per_host < 1 or W % per_host:
-            fitting = ", ".join(str(number) for number in range(1, W + 1) if W % number == 0)
-            raise ConfigError(
-                f"--ranks-per-host {per_host}{' (the default)' * (asked is None)} of --world {W}: eprt plans for every "
-                f"host full, so that none is slower than the others; use one of {fitting}"
-            )
+        W, hosts, per_host = self.world, self.hosts, self.ranks_per_host
+        ParallelConfig(W)  # refuses what is no world, before its shares are looked for
+        if hosts is not None and per_host is not None:
+            raise ConfigError(f"--hosts {hosts} and --ranks-per-host {per_host}: give one of them")
+        if hosts is not None:
+            _require_share(W, hosts, f"--hosts {hosts}", "the same number of ranks on every host")
+            per_host = W // hosts
+        else:
+            by_default = " (the default)" if per_host is None else ""
+            if per_host is None:
+                per_host = W if self.device == "cpu" else GPUS_PER_HOST
+            per_host = min(per_host, W)
+            _require_share(W, per_host, f"--ranks-per-host {per_host}{by_default}", "every host full")
         return ParallelConfig(W, self.attention_tp, self.moe_tp, per_host)
+
+
+def _require_share(world: int, share: int, option: str, wanted: str) -> None:
+    """Raises ConfigError unless `share` divides the ranks: the message has the shares that do."""
+    if share < 1 or world % share:
+        fitting = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
+        raise ConfigError(
+            f"{option} of --world {world}: eprt plans for {wanted}, so that none is slower than the others; "
+            f"use one of {fitting}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,15 +225,25 @@ def test_ranks_per_host_follow_the_device_and_the_world() -> None:
         assert Explain(model=Path(), world=12, device="sm90").parallel
 
 
-@pytest.mark.parametrize("per_host", [7, 0])
-def test_hosts_that_ranks_do_not_fill_explain_themselves(per_host: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"ranks_per_host": 7}, "--ranks-per-host 7 of --world 16: eprt plans for every host full"),
+        ({"hosts": 3}, "--hosts 3 of --world 16: eprt plans for the same number of ranks on every host"),
+        ({"hosts": 0}, "--hosts 0 of --world 16"),
+    ],
+)
+def test_hosts_that_ranks_do_not_fill_explain_themselves(sizes: dict[str, int], says: str) -> None:
     with pytest.raises(ConfigError) as failure:
-        assert Explain(model=Path(), world=16, ranks_per_host=per_host).parallel
-    assert str(failure.value).startswith(f"--ranks-per-host {per_host} of --world 16: eprt plans for every host full")
+        assert Explain(model=Path(), world=16, **sizes).parallel  # type: ignore[arg-type]
+    assert str(failure.value).startswith(says)
     assert "use one of 1, 2, 4, 8, 16" in str(failure.value)
 
 
-def test_a_host_has_at_most_all_ranks() -> None:
+def test_hosts_are_as_many_as_asked_for() -> None:
+    assert Explain(model=Path(), world=16, hosts=4, device="sm90").parallel.ranks_per_host == 4
     assert Explain(model=Path(), world=16, ranks_per_host=32, device="sm90").parallel.ranks_per_host == 16
+    with pytest.raises(ConfigError, match="--hosts 2 and --ranks-per-host 8: give one of them"):
+        assert Explain(model=Path(), world=16, hosts=2, ranks_per_host=8).parallel
     with pytest.raises(ConfigError, match="world_size 1000000000001: expected at most 65536"):  # at once
-        assert Explain(model=Path(), world=10**12 + 1, ranks_per_host=3).parallel
+        assert Explain(model=Path(), world=10**12 + 1, hosts=3).parallel
