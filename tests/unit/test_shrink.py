@@ -178,3 +178,12 @@ def test_leavers_that_are_refused() -> None:
         assert "an attention-TP group gathers" in half
         assert nobody.startswith("UsageError: shrink, but no rank is lost")
         assert rank > 1 or inside.startswith("UsageError: shrink inside step 1")
+
+
+def test_generation_goes_on_and_ends() -> None:
+    """Ranks that are left wait for no word of the lost one, and graphs are captured again."""
+    ((heard, graphed, eager, before),) = survivors(2, {1}, jobs.generation_goes_on).values()
+    assert heard.startswith("RankLost: rank 1 ")
+    assert len(graphed[0]) == 6
+    assert graphed == eager
+    assert graphed != before, "half of the experts are gone"

@@ -174,7 +174,8 @@ class ForwardAgreement:
         going = True
         if self.world.current_step is None:
             step = self.world.step(num_tokens or 0, words=(int(num_tokens is None),))
-            going = not all(left for (left,) in step.__enter__().words)
+            words = step.__enter__().words
+            going = any(alive and not left for alive, (left,) in zip(self.world.alive, words, strict=True))
             self._step = step
         if not going:
             self.end()

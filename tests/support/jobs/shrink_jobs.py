@@ -225,3 +225,20 @@ def refused_leavers(context) -> list[str]:
     with world.step(1):
         found.append(said(lambda: world.shrink([2, 3])))
     return found
+
+
+def generation_goes_on(context) -> list[Any]:
+    """The last rank dies behind a `generate`; what the others say of the next one, and tokens with graphs and without
+    after they went on."""
+    from eprt.integrations.transformers import generate, parallelize
+    from support.cases.tiny_families import tiny_model
+
+    world, prompt = context.world(timeout_s=20.0), [[5, 17, 33, 8]]
+    model, options = tiny_model("qwen3_moe"), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    parallelize(model, world, RuntimeConfig(max_tokens_per_rank=16, on_rank_lost="continue"))
+    before = generate(model, prompt, graphs=True, **options)
+    if world.rank == world.size - 1:
+        die()
+    heard = said(lambda: [generate(model, prompt, graphs=True, **options) for _ in range(100)])
+    world.shrink()
+    return [heard, *(generate(model, prompt, graphs=graphs, **options) for graphs in (True, False)), before]
