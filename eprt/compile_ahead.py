@@ -144,8 +144,7 @@ class Compilation:
             processes = min(processes, len(todo))
             logger.info("eprt: compiling %d kernels in %d processes", len(todo), processes)
             first = int(len(todo) * begin)
-            specs = [(mark, jobs[mark], jobs[mark].kernel.fn) for mark in todo[first:] + todo[:first]]
-            queue: list[Job] = [(m, fn.__module__, fn.__name__, spec.arguments, spec.named) for m, spec, fn in specs]
+            queue = [_job(mark, jobs[mark]) for mark in todo[first:] + todo[:first]]
             self._first = _start(target, queue, sorted({module for _, module, *_ in queue}), processes)
 
     def wait(self) -> int:
@@ -170,6 +169,11 @@ class Compilation:
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def _job(mark: str, spec: Specialization) -> Job:
+    function = spec.kernel.fn
+    return mark, function.__module__, function.__name__, spec.arguments, spec.named
 
 
 def _mark(spec: Specialization, target: Device) -> str:

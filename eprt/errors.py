@@ -77,10 +77,15 @@ class RankLost(EprtError, RuntimeError):
         self.ranks = ranks or ((rank,) if rank >= 0 else ())
 
 
+_BY_NAME: dict[str, type[EprtError]] = {
+    kind.__name__: kind
+    for kind in (ConfigError, InputError, CapacityError, CheckpointError, UnsupportedError, UsageError, WorldMismatch)
+}
+
+
 def rebuild_error(name: str, message: str) -> EprtError:
-    """The error a peer reported, as the same type here. Unknown names, and a lost rank's, become `EprtError`."""
-    kinds = ConfigError, InputError, CapacityError, CheckpointError, UnsupportedError, UsageError, WorldMismatch
-    return next((kind for kind in kinds if kind.__name__ == name), EprtError)(message)
+    """The error a peer reported, as the same type here. Unknown names become `EprtError`."""
+    return _BY_NAME.get(name, EprtError)(message)
 
 
 def one_block(text: str, limit: int = 2000) -> str:

@@ -3,6 +3,7 @@ pay."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -97,11 +98,7 @@ def _rows(
             new = plan_placement(row, parallel, arguments.slots, current=current, domain_size=domain)
             executor, verdict = None, None
             if layer in configs:
-                config, phase, tokens = configs[layer], arguments.phase, arguments.tokens
-                device, runtime = Device.parse(arguments.device), RuntimeConfig(phase=phase, max_tokens_per_rank=tokens)
-                executor = make_plan(config, parallel, runtime, device).executor
-                time, decode = modelled(config, parallel, executor, device), phase == "decode"
-                verdict = weigh(config, row, now, new, tokens, one_replica=decode, time=time)
+                executor, verdict = _weighed(arguments, configs[layer], row, now, new)
             even = {when: imbalance(rank_loads(row, place)) for when, place in (("before", now), ("after", new))}
             # Experts that travel; None where the number of slots changes, so that the model is loaded again.
             moved = None if current is None else len(transfers(now, new))
@@ -111,6 +108,18 @@ def _rows(
             rows.append({"layer": layer, **even, "moved": moved, **slots, **found})
             advance(f"layer {layer}")
     return rows
+
+
+def _weighed(
+    arguments: PlanExperts, config: MoEConfig, counts: Sequence[int], now: ExpertPlacement, new: ExpertPlacement
+) -> tuple[str, Verdict]:
+    """Returns the executor that the plan chooses for a layer, and what the new placement means for its time."""
+    device, parallel = Device.parse(arguments.device), now.parallel
+    runtime = RuntimeConfig(phase=arguments.phase, max_tokens_per_rank=arguments.tokens)
+    executor = make_plan(config, parallel, runtime, device).executor
+    time = modelled(config, parallel, executor, device)
+    decode = arguments.phase == "decode"
+    return executor, weigh(config, counts, now, new, arguments.tokens, one_replica=decode, time=time)
 
 
 def _judged(arguments: PlanExperts, total: Verdict | None, size: int, rows: list[dict[str, Any]]) -> str:

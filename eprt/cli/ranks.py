@@ -60,8 +60,10 @@ def _answer(failed: WorldFailed) -> EprtError | None:
     """Returns the error that all ranks raised in the same words: that is an answer, not a failure of the world."""
     raised = {(r.raised.error, r.raised.message) if r.raised else None for r in failed.reports}
     same = raised.pop() if len(raised) == 1 else None
-    error = EprtError() if same is None else rebuild_error(*same)
-    return None if type(error) is EprtError else error
+    if same is None or same[0] in ("RankLost", "EprtError"):
+        return None
+    error = rebuild_error(*same)
+    return error if type(error).__name__ == same[0] else None
 
 
 @contextmanager

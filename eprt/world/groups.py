@@ -273,10 +273,8 @@ def control_group(met: Rendezvous, timeout_s: float, beside: dist.ProcessGroup |
     Not `dist.new_group`: that names a group after its ranks, so one made after another was destroyed meets its keys in
     the store and connects to sockets that are gone (torch 2.13).
     """
-    store, cpu = dist.PrefixStore("control", met.store), torch.device("cpu")
-    found = beside._get_backend(cpu) if beside is not None and cpu in beside._device_types else None
-    shared = found if isinstance(found, dist.ProcessGroupGloo) else None
-    return _gloo(store, met.ranks.index(met.rank), len(met.ranks), timeout_s, shared)
+    store = dist.PrefixStore("control", met.store)
+    return _gloo(store, met.ranks.index(met.rank), len(met.ranks), timeout_s, _backend_on_cpu(beside))
 
 
 def payload_group(
@@ -316,6 +314,14 @@ def _gloo(
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._timeout = timedelta(seconds=2 * timeout_s)
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _backend_on_cpu(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo | None:
+    """Returns the group's gloo backend for CPU tensors; None where it has another or none."""
+    if group is None or torch.device("cpu") not in group._device_types:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
 def group_of_ranks(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:

@@ -136,8 +136,7 @@ def open_exchange(
         if name:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
-    marks = {peer * _ROW_BYTES: said[_NAME_BYTES:] + peer.to_bytes(8, "little") for peer in range(size)}
-    seen = memory is not None and everywhere and all(memory[at : at + len(m)] == m for at, m in marks.items())
+    seen = memory is not None and everywhere and _sees_all(memory, size, said[_NAME_BYTES:])
     agreed = bool(gather(_bytes(bytes([seen]))).all())
     if memory is None or not agreed:
         if memory is not None:
@@ -146,6 +145,12 @@ def open_exchange(
     memory[rank * _ROW_BYTES : (rank + 1) * _ROW_BYTES] = bytes(_ROW_BYTES)
     gather(_bytes(b"\0"))  # nobody writes a row that its owner is still going to clear, or reads a mark as a row
     return SharedExchange(memory, rank, size)
+
+
+def _sees_all(memory: mmap.mmap, size: int, token: bytes) -> bool:
+    return all(
+        memory[rank * _ROW_BYTES :][: _TOKEN_BYTES + 8] == token + rank.to_bytes(8, "little") for rank in range(size)
+    )
 
 
 def _create(folder: Path, size: int, token: bytes) -> tuple[str, mmap.mmap | None]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,13 @@ def whole_groups(lost: Iterable[int], parallel: ParallelConfig) -> set[int]:
     """Returns `lost` and the ranks that can't go on without them: an attention-TP group holds its tokens together."""
     size = parallel.attention_tp_size
     return {peer for rank in lost for peer in range(rank // size * size, rank // size * size + size)}
+
+
+def abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Ends the group's collectives, also those that a kernel waits in."""
+    backend = group._get_backend(device)
+    if callable(end := getattr(backend, "abort", None)):
+        end()
 
 
 class Shrinking:
@@ -139,8 +146,7 @@ class Shrinking:
         for group in (world.group, world._attention_tp_group):
             if group is not None:
                 with suppress(TimeoutError, RuntimeError):  # what it leaves running is waited for below
-                    abort: Any = getattr(group._get_backend(world.device), "abort", lambda: None)  # gloo has none
-                    bounded(abort, limit_s)
+                    bounded(partial(abort, group, world.device), limit_s)
         idle = torch.cuda.Event()
         idle.record()
         deadline = time.monotonic() + limit_s
