@@ -22,6 +22,7 @@ from eprt.cli.terminal import (
 )
 from eprt.errors import ConfigError, EprtError
 
+INTERRUPTED = 130  # an exit code, beside those of `EprtError.exit_code`
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/1", "/dev/fd/2")
 
 
@@ -41,12 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(RUNS[type(command)], command, terminal)
     except OutputLost as error:
         return error.code
-    except KeyboardInterrupt as ended:  # Ctrl-C, or a signal by its number
-        number: int = ended.args[0] if ended.args else signal.SIGINT
-        why = f"ended by {signal.Signals(number).name}" if ended.args else "interrupted"
+    except (KeyboardInterrupt, _Ended) as ended:
+        why, code = (
+            ("interrupted", INTERRUPTED) if isinstance(ended, KeyboardInterrupt) else (str(ended), ended.exit_code)
+        )
         with suppress(OSError):  # after SIGHUP there may be no terminal
             Terminal().error(f"{why}; all ranks that this command started have been ended")
-        return 128 + number
+        return code
+
+
+class _Ended(BaseException):
+    """Raised by a signal that ends the process; says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 def _parsed(arguments: Sequence[str] | None) -> Any:
@@ -70,7 +80,7 @@ def _ended_by_signals() -> Iterator[None]:
         return
 
     def leave(number: int, _: object) -> None:
-        raise KeyboardInterrupt(number)
+        raise _Ended(number)
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -110,6 +120,8 @@ def _run(where: str, command: Any, terminal: Terminal) -> int:
             _require_files(command)
         function: Callable[[Any, Terminal], int] = getattr(importlib.import_module(module), name)
         return function(command, terminal)
+    except OutputLost:
+        raise
     except OSError as error:  # of the system: a full disk, a folder that can't be written
         terminal.error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", shared=False)
         if os.environ.get("EPRT_LOG", "").upper() == "DEBUG":

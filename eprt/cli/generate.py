@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from eprt.cli.arguments import Generate, Generation
 from eprt.cli.generate_jobs import (
     TOKENIZER_FILES,
     Answers,
+    Settings,
     Work,
     continue_share,
     heard,
@@ -130,13 +131,7 @@ class _Task:
         options = _generation_options(arguments, config)
         all_options = {**config.to_dict(), **options}
         if stops := all_options.get("stop_strings"):
-            from eprt.integrations.transformers.sequences import stops_at
-
-            if tokenizer is None:
-                raise ConfigError(
-                    f"stop strings {stops}: the checkpoint has no tokenizer to tell text by; add its files"
-                )
-            stops_at(stops, tokenizer)
+            _check_stops(stops, tokenizer)
         seeds = [
             hash63(f"{arguments.seed} {number}".encode()) if prompt.seed is None else prompt.seed
             for number, prompt in enumerate(prompts)
@@ -144,10 +139,10 @@ class _Task:
         longest = all_options.get("max_new_tokens") or max(1, all_options["max_length"] - min(map(len, ids), default=0))
         _check_limits(all_options, prompts, ids)
         streams = (all_options.get("num_beams") or 1) == 1
+        settings = Settings(arguments.max_tokens, arguments.batch, options, streams, bool(stops))
         journal = _journal(arguments, model, prompts)
         first, seeds = 0 if journal is None else journal.done, seeds if all_options.get("do_sample") else None
-        work = Work(ids, seeds, first, longest, arguments.max_tokens, arguments.batch, options, streams, bool(stops))
-        return cls(prompts, tokenizer, journal, work)
+        return cls(prompts, tokenizer, journal, Work(ids, seeds, first, longest, settings))
 
     def answer(self, shares: list[range], by_rank: list[Answers]) -> None:
         """Writes a round's answers in the prompts' order; `shares` are each rank's numbers of prompts."""
@@ -176,6 +171,14 @@ def _require_model(config: dict[str, Any]) -> None:
 
         if config.get("model_type") not in tuple(CONFIG_MAPPING_NAMES):  # it needn't be a name that can be hashed
             family_for(config)
+
+
+def _check_stops(strings: list[str], tokenizer: Any) -> None:
+    from eprt.integrations.transformers.sequences import stops_at
+
+    if tokenizer is None:
+        raise ConfigError(f"stop strings {strings}: the checkpoint has no tokenizer to tell text by; add its files")
+    stops_at(strings, tokenizer)
 
 
 def _check_limits(options: dict[str, Any], prompts: list[Prompt], ids: list[list[int]]) -> None:
@@ -249,7 +252,7 @@ class _Run:
             found = workers.run(
                 load_model,
                 directory=str(directory.resolve()),
-                work=replace(self.work, ids=[], seeds=None),
+                settings=self.work.settings,
                 graphs=arguments.graphs or (workers.device == "cuda" and not arguments.no_graphs),
                 behind_s=workers.timeout_s,
                 ticks=progress.ticks,
@@ -273,8 +276,7 @@ class _Run:
                 answers: list[Answers] = self.workers.run(
                     continue_share,
                     prompts=[[work.ids[number] for number in share] for share in shares],
-                    seeds=[work.seeds and [work.seeds[number] for number in share] for share in shares],
-                    streams=work.streams,
+                    seeds=work.seeds and [[work.seeds[number] for number in share] for share in shares],
                     ticks=progress.ticks,
                 )
                 found.append(answers)

@@ -6,8 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,10 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Tells all ranks what they have to know, and how all of them load and continue.
+class Settings:
+    """How all ranks load and continue.
 
     Attributes:
-        ids, seeds: token ids, and a seed, of each prompt; no seeds where nothing is sampled.
-        first: the first prompt that isn't answered yet.
-        most_new: new tokens of a prompt, at most.
         max_tokens: that a rank's buffers are sized for.
         batch: prompts that a rank continues at once.
         options: transformers' own.
@@ -50,15 +46,28 @@ class Work:
         stops: whether text ends sequences, for which ranks need the tokenizer.
     """
 
-    ids: list[list[int]]
-    seeds: list[int] | None
-    first: int
-    most_new: int
     max_tokens: int
     batch: int
     options: dict[str, Any]
     streams: bool
     stops: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tells all ranks what they have to know.
+
+    Attributes:
+        ids, seeds: token ids, and a seed, of each prompt; no seeds where nothing is sampled.
+        first: the first prompt that isn't answered yet.
+        most_new: new tokens of a prompt, at most.
+    """
+
+    ids: list[list[int]]
+    seeds: list[int] | None
+    first: int
+    most_new: int
+    settings: Settings
 
 
 def share(context: RankContext, value: Any) -> Any:
@@ -67,7 +76,7 @@ def share(context: RankContext, value: Any) -> Any:
 
 
 def load_model(
-    context: RankContext, directory: str, work: Work, graphs: bool, behind_s: float, ticks: Path | None
+    context: RankContext, directory: str, settings: Settings, graphs: bool, behind_s: float, ticks: Path | None
 ) -> tuple[int, str, str, list[str]]:
     """Loads the model without other ranks' experts; appends a byte to `ticks` for each layer. Collective.
 
@@ -79,27 +88,31 @@ def load_model(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from eprt.integrations.transformers import generate, load_without_experts, parallelize
+    from eprt.integrations.transformers import load_without_experts, parallelize
     from eprt.integrations.transformers.decode import model_refusal
 
     disable_progress_bar()  # one for each rank, terminal or not; the command has its own
     world = context.world(timeout_s=behind_s)
+    context.release("generate")
     with heard() as warnings:
         model = load_without_experts(directory, dtype="auto", device_map=None).eval().to(world.device)
         # Graphs hold whole steps, not layers.
-        whole = graphs and not model_refusal(model, work.options)
-        runtime = RuntimeConfig(max_tokens_per_rank=work.max_tokens, layer_graphs=False if whole else None)
+        whole = graphs and not model_refusal(model, settings.options)
+        runtime = RuntimeConfig(max_tokens_per_rank=settings.max_tokens, layer_graphs=False if whole else None)
         layers = parallelize(model, world, runtime, on_layer=_ticker(ticks if context.rank == 0 else None))
         world.warmup(*layers)
-    more = work.options | ({"tokenizer": load_tokenizer(Path(directory))} if work.stops else {})
-    context.cache["generate"] = partial(generate, model, batch_size=work.batch, graphs=graphs, **more)
+    tokenizer = load_tokenizer(Path(directory)) if settings.stops else None
+    context.cache["generate"] = _Model(model, layers, settings, graphs, tokenizer)
     return len(layers), layers[0].plan.dispatcher, layers[0].plan.executor, warnings
 
 
 def continue_share(
-    context: RankContext, prompts: list[list[list[int]]], seeds: list[Any], streams: bool, ticks: Path | None
+    context: RankContext, prompts: list[list[list[int]]], seeds: list[list[int]] | None, ticks: Path | None
 ) -> Answers:
-    """Continues `prompts[rank]`, sampled by `seeds[rank]`; appends a byte to `ticks` for each new token. Collective."""
+    """Continues `prompts[rank]`; appends a byte to `ticks` for each new token. Collective."""
+    from eprt.integrations.transformers import generate
+
+    held: _Model = context.cache["generate"]
     first: dict[int, float] = {}
     tick, started = _ticker(ticks), time.perf_counter()
 
@@ -107,10 +120,28 @@ def continue_share(
         first.setdefault(prompt, time.perf_counter() - started)
         tick()
 
+    more: dict[str, Any] = dict(held.settings.options)
+    more |= {"on_token": note} if held.settings.streams else {}
+    more |= {"tokenizer": held.tokenizer} if held.tokenizer is not None else {}
+    more |= {"seeds": seeds[context.rank]} if seeds is not None else {}
     with heard() as warnings:
-        seen = note if streams else None
-        tokens = context.cache["generate"](prompts[context.rank], seeds=seeds[context.rank], on_token=seen)
+        tokens = generate(held.model, prompts[context.rank], batch_size=held.settings.batch, graphs=held.graphs, **more)
     return Answers(tokens, time.perf_counter() - started, list(first.values()), warnings)
+
+
+@dataclass
+class _Model:
+    """A loaded model; the rank closes it."""
+
+    model: Any
+    layers: list[Any] = field(repr=False)
+    settings: Settings
+    graphs: bool
+    tokenizer: Any
+
+    def close(self) -> None:
+        for layer in self.layers:
+            layer.close()
 
 
 def _ticker(path: Path | None) -> Callable[..., None]:
