@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from eprt.errors import ConfigError
 from eprt.kinds import require_kinds
@@ -51,6 +51,11 @@ def require_size(name: str, value: object, most: int = 2**63 - 1) -> None:
     _require(isinstance(value, int) and value <= most, f"{name} {value}: expected at most {most}")
 
 
+def _require_name(what: str, value: object, known: object) -> None:
+    names = get_args(known)
+    _require(value in names, f"{what} {value!r}: expected one of {', '.join(names)}")
+
+
 @dataclass(frozen=True)
 class Activation:
     """The function between the two matrices of an expert.
@@ -68,6 +73,7 @@ class Activation:
     limit: float | None = None
 
     def __post_init__(self) -> None:
+        _require_name("activation kind", self.kind, ActivationKind)
         require_kinds(Activation, vars(self))
         for name in ("alpha", "beta"):
             _require(math.isfinite(getattr(self, name)), f"activation {name} {getattr(self, name)}: must be finite")
@@ -124,6 +130,7 @@ class Routing:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
+        _require_name("routing method", self.method, RoutingMethod)
         require_kinds(Routing, vars(self))
         _require(
             math.isfinite(self.jitter) and self.jitter >= 0, f"routing jitter {self.jitter}: must be finite, 0 or more"
@@ -322,6 +329,9 @@ class RuntimeConfig:
     count_load: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("dispatcher", "executor"):
+            found: object = getattr(self, name)
+            _require(isinstance(found, str), f"{name} {found!r}: expected a name from its table, or 'auto'")
         require_size("max_tokens_per_rank", self.max_tokens_per_rank, MAX_TOKENS)
         require_kinds(RuntimeConfig, vars(self))
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -34,19 +35,24 @@ _REMEDY = "remove it; eprt tune measures again"
 _WORDS = {"dispatch": "payload", "experts": "weight_format"}
 
 
-Answer = tuple[float, str]  # microseconds of one backend at one shape, and words for `eprt explain`
+@dataclass(frozen=True)
+class MeasuredRow:
+    """Microseconds of one backend at one shape, and words for `eprt explain`."""
+
+    us: float
+    why: str
 
 
 def dispatch_time(
     name: str, config: MoEConfig, tokens: int, ranks: int, sm: int, payload: str = "bf16"
-) -> Answer | None:
+) -> MeasuredRow | None:
     """Returns dispatch + combine of `tokens` on each of `ranks` ranks of one host, if it was measured."""
     wanted = {"hidden": config.hidden_size, "top_k": config.top_k, "ranks": ranks, "payload": payload}
     what = f"{payload} tokens of hidden {config.hidden_size}, top-{config.top_k}, {ranks} ranks"
     return _answer("dispatch", name, sm, wanted, tokens, what, "tokens a rank")
 
 
-def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> Answer | None:
+def experts_time(name: str, config: MoEConfig, local_experts: int, tokens: int, sm: int) -> MeasuredRow | None:
     """Returns one rank's experts, if they were measured; `tokens` counts all ranks' tokens."""
     wanted = sizes_of_experts(config, local_experts)
     what = f"{config.weight_format}, hidden {config.hidden_size}, {local_experts} of {config.num_experts} experts"
@@ -70,7 +76,9 @@ def shipped(kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
     return ((table["sm"], row) for table in _shipped() if table["kind"] == kind for row in table["rows"])
 
 
-def _answer(kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, what: str, unit: str) -> Answer | None:
+def _answer(
+    kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, what: str, unit: str
+) -> MeasuredRow | None:
     """Returns the first table's answer: at that many tokens, or between the two rows around them."""
     for table in (*own_tables(), *_shipped()):
         if (table["kind"], table["sm"]) != (kind, sm):
@@ -79,7 +87,7 @@ def _answer(kind: str, name: str, sm: int, wanted: dict[str, Any], tokens: int, 
         times = {row["tokens"]: row["us"][name] for row in rows}
         if times and min(times) / SLACK <= tokens <= max(times) * SLACK:
             us, at = _interpolated(times, tokens)
-            return us, f"measured {us:.4g} us ({what}, {at} {unit}; {table['source']})"
+            return MeasuredRow(us, f"measured {us:.4g} us ({what}, {at} {unit}; {table['source']})")
     return None
 
 

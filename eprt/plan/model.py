@@ -26,7 +26,7 @@ from eprt.experts import EXECUTORS
 from eprt.experts.base import ExecutorSpec
 from eprt.plan.fitting import Fit, Sample, fit_of
 from eprt.plan.machines import RDMA_GB_PER_S, Machine, linked_ranks, machine_of
-from eprt.plan.measured import BENCH_EXPERTS, Answer, dispatch_time, experts_time, shipped
+from eprt.plan.measured import BENCH_EXPERTS, MeasuredRow, dispatch_time, experts_time, shipped
 from eprt.support import Device
 
 # Bytes of one value, and of one weight, with its share of block scales.
@@ -318,10 +318,10 @@ def _parts(names: Sequence[str], fit: Fit, terms: Sequence[float]) -> dict[str, 
     return {name: a * x for name, a, x in zip(names, fit.coefficients, terms, strict=True)}
 
 
-def _measured(row: Answer, modelled: Estimate | None) -> Estimate:
+def _measured(row: MeasuredRow, modelled: Estimate | None) -> Estimate:
     """Returns a row's time, its causes in the model's proportions."""
-    parts = {} if modelled is None else {name: us * row[0] / modelled.us for name, us in modelled.parts.items()}
-    return Estimate(row[0], "measured", True, row[1], parts)
+    parts = {} if modelled is None else {name: us * row.us / modelled.us for name, us in modelled.parts.items()}
+    return Estimate(row.us, "measured", True, row.why, parts)
 
 
 def _modelled(parts: dict[str, float], fit: Fit, device: Device) -> Estimate:

@@ -108,8 +108,8 @@ def dispatch(name: str = "symm", tokens: int = 128, ranks: int = 4, payload: str
 def test_a_row_answers_for_its_own_shape_ranks_and_format_only() -> None:
     row = dispatch()
     assert row is not None
-    assert row[0] == dispatch_times(["symm"], "dispatch_h200_x4.json")["symm", 7168, 8, 128]
-    assert "hidden 7168, top-8, 4 ranks, 128 tokens a rank; benchmarks/results/" in row[1]
+    assert row.us == dispatch_times(["symm"], "dispatch_h200_x4.json")["symm", 7168, 8, 128]
+    assert "hidden 7168, top-8, 4 ranks, 128 tokens a rank; benchmarks/results/" in row.why
     others = ({"ranks": 8}, {"hidden_size": 6000}, {"top_k": 6}, {"payload": "nvfp4"})
     assert [dispatch(**other) for other in (*others, {"name": "deepep", "tokens": 4096})] == [None] * 5  # type: ignore[arg-type]
     assert dispatch_time("symm", MoEConfig(128, 8, 7168, 2048), 128, 4, sm=100) is None
@@ -121,8 +121,8 @@ def test_between_two_rows_time_is_interpolated_and_little_beyond_them_the_last_o
     assert low is not None
     assert between is not None
     assert high is not None
-    assert between[0] == pytest.approx(math.sqrt(low[0] * high[0]), rel=1e-3)  # the geometric middle of both
-    assert "between 1024 and 2048" in between[1]
+    assert between.us == pytest.approx(math.sqrt(low.us * high.us), rel=1e-3)  # the geometric middle of both
+    assert "between 1024 and 2048" in between.why
     assert [dispatch(tokens=tokens) is None for tokens in (6000, 7000)] == [False, True]
 
 
@@ -138,8 +138,8 @@ def test_ones_own_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_text(json.dumps(own_rows()))
     own = dispatch()
     assert own is not None
-    assert own[0] == 3.5
-    assert own[1].endswith("; my own machine)")
+    assert own.us == 3.5
+    assert own.why.endswith("; my own machine)")
     assert dispatch("flashinfer") == dispatch("flashinfer", tokens=128)
     path.unlink()
     assert dispatch() == shipped

@@ -80,7 +80,7 @@ def test_the_proof_and_the_tables_work_from_it_without_pytest(wheel: Path) -> No
         "from eprt.plan.measured import dispatch_time\n"
         "from eprt.support import Device\n"
         "row = dispatch_time('symm', MoEConfig(128, 4, 2880, 2880), 128, 4, 90)\n"
-        "print(eprt.__file__, len(checks.standard_checks(4, Device('cpu'))), row[0])"
+        "print(eprt.__file__, len(checks.standard_checks(4, Device('cpu'))), row.us)"
     )
     done = interpreters.run("-c", script, cwd=wheel.parent)
     assert done.returncode == 0, done.stderr
