@@ -144,6 +144,11 @@ class StepGraphs:
             output = bucket.forward.play()
             return _map(lambda tensor: tensor[:num_tokens], output)
 
+    @property
+    def stale(self) -> bool:
+        """Returns whether a layer or the world was closed, or ranks were left out, since `capture`."""
+        return self._watch.closed or self._watch.changed
+
     def wait(self) -> None:
         """Waits until this rank's GPU has done the step. Unlike torch's synchronize it hears of a lost rank meanwhile.
 

@@ -94,13 +94,11 @@ class DecodeGraphs:
         self._graphs = StepGraphs(self.world, layers, self._step, row, buckets=buckets, idle=self._idle)
         with agreement.silent():
             self._graphs.capture()
-        self._generation = self.world.generation
 
     def serves(self, buckets: tuple[int, ...], rows: int, length: int) -> bool:
         """Returns whether these graphs suffice for such a call."""
-        closed = any(place.layer.dispatcher.closed for place in self._agreement.places)
-        same = not closed and self._generation == self.world.generation  # else ranks were left out since
-        return same and self.buckets == buckets and self.cache.rows >= rows and self.cache.length >= length
+        fits = self.buckets == buckets and self.cache.rows >= rows and self.cache.length >= length
+        return fits and not self._graphs.stale
 
     def begin(self, rows: int) -> dict[str, Any]:
         """Begins a batch and returns its cache, by the name that `model.generate` knows it by."""
