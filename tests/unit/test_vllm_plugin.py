@@ -367,4 +367,5 @@ def test_a_worker_that_ends_names_the_dead_rank_first(tmp_path: Path, end: str, 
     script.write_text(WORKERS)
     done = run(script, free_port(), end, cwd=tmp_path)
     assert done.stderr.count("eprt: rank 1 exited: process ") == named, done.stderr
-    assert float(done.stdout.splitlines()[-1]) < seconds  # gloo of torch 2.10 prints lines of its own
+    [took] = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 prints such
+    assert float(took) < seconds

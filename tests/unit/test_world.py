@@ -131,8 +131,8 @@ def test_too_few_open_files_are_named_on_all_ranks() -> None:
 def test_a_closed_world_gives_its_threads_and_descriptors_back() -> None:
     for opened, closed in launch(jobs.worlds_come_and_go, 2):
         # Of two Worlds: one gloo device of the default group, which control groups share, and one for each mesh.
-        # Threads of torch 2.10 have no names.
-        assert [held.get("gloo_tcp_loop", 3) for held in opened] == [3, 3, 3]
+        if torch.__version__ >= "2.11":  # earlier ones give their threads no names
+            assert [held["gloo_tcp_loop"] for held in opened] == [3, 3, 3]
         assert not any(name.startswith(("gloo", "pt_gloo")) for held in closed for name in held)
         assert closed == closed[:1] * 3
 
