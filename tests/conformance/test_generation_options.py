@@ -49,6 +49,17 @@ def test_what_is_sampled_depends_on_a_prompts_seed_alone(pools, folder: Path) ->
     assert first[3]["tokens"] == [jobs.alone(jobs.load(str(folder), torch.float32), PROMPTS[0], **GREEDY)]
 
 
+@pytest.mark.parametrize("shares", [(3, 1), (4, 0)])
+def test_ranks_batch_continuously_in_lockstep(pools, folder: Path, shares: tuple[int, int]) -> None:
+    """One has fewer requests, or none."""
+    options = GREEDY | {"eos_token_id": -1}  # no token
+    model = jobs.load(str(folder), torch.float32)
+    wanted = [jobs.alone(model, prompt, **GREEDY) for prompt in PROMPTS]
+    prompts = [PROMPTS[: shares[0]], PROMPTS[shares[0] :]]
+    found = pools(2).run(jobs.batch_continuously, folder=str(folder), prompts=prompts, options=options)
+    assert found == [wanted[: shares[0]], wanted[shares[0] :]]
+
+
 def test_padding_is_no_token_that_penalties_know(pools, folder: Path) -> None:
     """Prompts of unequal length in one batch; the pad is what the shortest one would go on with."""
     model = jobs.load(str(folder), torch.float32)

@@ -96,6 +96,26 @@ def continue_prompts(
     return found, streamed
 
 
+def batch_continuously(
+    context: RankContext, folder: str, prompts: list[list[list[int]]], options: dict[str, Any]
+) -> list[list[int]]:
+    """What transformers' continuous batching adds to this rank's prompts, in lockstep with the other ranks."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from eprt.integrations.transformers import load_without_experts, lockstep, parallelize
+
+    model = load_without_experts(folder, dtype=torch.float32).eval()
+    layers = parallelize(model, context.world(timeout_s=BEHIND_S), RUNTIME)
+    batching = ContinuousBatchingConfig(max_batch_tokens=64, num_blocks=8, use_cuda_graph=False)
+    answers = {}
+    with lockstep(model):
+        if own := prompts[context.rank]:
+            answers = model.generate_batch(own, GenerationConfig(**options), batching)
+    for layer in layers:
+        layer.close()
+    return [answers[name].generated_tokens for name in sorted(answers)]
+
+
 def several_calls(
     context: RankContext, folder: str, calls: list[dict[str, Any]], dtype: torch.dtype | str = torch.float32
 ) -> list[dict[str, Any]]:
