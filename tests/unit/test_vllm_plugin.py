@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine import balancing
 from eprt.integrations.engine.ranks import EXIT_S
 from eprt.integrations.engine.settings import placement_of
-from eprt.integrations.vllm import register
+from eprt.integrations.vllm import _share_handlers, register
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import balance_options
 from eprt.integrations.vllm.worker import watch_worker
@@ -316,6 +318,16 @@ def test_kernels_compile_while_vllm_loads_what_comes_after_them(monkeypatch: pyt
         state.build(Mock(config=config, placement=None), Mock())
     assert started == [("wide", False), ("narrow", False)]
     assert [layer.config for layer in state.cold] == ["wide", "wide", "narrow", "wide"]
+
+
+def test_a_line_appears_once_in_vllms_log(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's logger passes nothing on; the root's handlers, which some libraries make, would show it again."""
+    theirs, own = logging.Logger("vllm"), logging.getLogger("eprt.of.this.test")
+    theirs.addHandler(seen := BufferingHandler(8))
+    theirs.propagate = False
+    _share_handlers(theirs, own)
+    own.warning("compiling")
+    assert ([record.msg for record in seen.buffer], caplog.messages) == (["compiling"], [])
 
 
 def test_no_version_of_vllm_is_kept_from_starting(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

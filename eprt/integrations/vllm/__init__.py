@@ -50,9 +50,11 @@ def register() -> None:
 
 
 def _share_handlers(theirs: logging.Logger, own: logging.Logger) -> None:
-    """Lets eprt's own lines, of kernels that are compiled say, appear in vLLM's log. Handlers of the user's stay."""
+    """Lets eprt's own lines, of kernels that are compiled say, appear in vLLM's log, and there alone: as vLLM's, they
+    don't go on to handlers of the root logger, which some libraries make. Handlers of the user's stay."""
     if not own.handlers:
         own.handlers = list(theirs.handlers)
+        own.propagate = theirs.propagate
         own.setLevel(theirs.level)
 
 
