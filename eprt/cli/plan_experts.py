@@ -16,6 +16,7 @@ from eprt.cli.explain import kinds_of_layers
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
+from eprt.files import write_whole
 from eprt.models.published import model_config
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
@@ -51,7 +52,8 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     size = max((expert_bytes(configs[layer], arguments.moe_tp) for layer in counts if layer in configs), default=0)
     terminal.say(_judged(arguments, total, size, rows))
     if arguments.out is not None and terminal.speaks:
-        PlacementFile.of_placements({row["layer"]: row["placement"] for row in rows}).write(arguments.out)
+        planned = PlacementFile.of_placements({row["layer"]: row["placement"] for row in rows})
+        write_whole(arguments.out, planned.content)  # whose OSError a full disk is, not an option that can't work
         terminal.say(f"wrote {arguments.out}")
     asked = {"slots": arguments.slots, "ranks": arguments.world, "tokens": arguments.tokens, "phase": arguments.phase}
     pays = {"pays": total and total.pays, "gain": total and total.gain}

@@ -405,6 +405,8 @@ def test_plan_experts_writes_a_file_that_it_reads_again(tmp_path, capsys) -> Non
     assert main([*words, "--current", str(first), "--out", str(again)]) == 0
     assert PlacementFile.read(again) == placed, "nothing changed, so nothing moves"
     assert "max/mean on average" in capsys.readouterr().out
+    assert main([*words, "--out", "/dev/full"]) == 74
+    assert "eprt: No space left on device: /dev/full" in capsys.readouterr().err
 
 
 def test_plan_experts_knows_models_by_name(capsys) -> None:

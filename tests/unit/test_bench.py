@@ -397,10 +397,12 @@ def test_bench_dispatch_on_cpu(tmp_path, capsys, monkeypatch) -> None:
     assert "returned wrong sums" in capsys.readouterr().out
 
 
-def test_a_plot_that_cannot_be_written_is_a_config_error(tmp_path) -> None:
+def test_a_plot_that_cannot_be_written_says_why(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ConfigError, match=r"--plot .*picture\.txtx"):
         plot(Report("dispatch", []), tmp_path / "picture.txtx")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):  # no configuration: exit code 74
+        plot(Report("dispatch", []), Path("/dev/full"))
 
 
 @pytest.mark.parametrize(
