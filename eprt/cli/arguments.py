@@ -254,7 +254,7 @@ class PlanExperts(_Plugins, _Json):
     device: str = "sm90"
     """The GPUs' compute capability, for that estimate."""
     phase: Literal["prefill", "decode"] = "prefill"
-    """prefill: many tokens per rank, shared by replicas. decode: few, and each expert's go to one replica."""
+    """For that estimate: prefill has many tokens per rank, which replicas share; in decode one replica gets them."""
     out: Path | None = None
     """Write the placement file here."""
 

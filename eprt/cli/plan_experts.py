@@ -34,6 +34,7 @@ LAYERS = columns(
 
 def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     """Plans placements of all layers. Returns 0, also where replicas don't pay."""
+    _require_model_for_estimate(arguments)
     configs: dict[int, MoEConfig] = {}  # by layer; none without a model
     if arguments.model is not None:
         kinds = kinds_of_layers(model_config(arguments.model))
@@ -61,6 +62,17 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     found = [{**{k: row[k] for k in shown}, "estimate": row["verdict"] and asdict(row["verdict"])} for row in rows]
     terminal.result({**asked, **means, **pays, "layers": found})
     return 0
+
+
+def _require_model_for_estimate(arguments: PlanExperts) -> None:
+    """Raises ConfigError for options of the estimate where nothing is estimated: they would do nothing."""
+    given = {name: getattr(arguments, name) for name in ("tokens", "device", "phase")}
+    asked = " ".join(f"--{name} {value}" for name, value in given.items() if value != getattr(PlanExperts, name))
+    if arguments.model is None and asked:
+        raise ConfigError(
+            f"{asked}: of the estimate of what a placement brings, which depends on the experts' sizes: name the model "
+            "with --model, or leave them out"
+        )
 
 
 def _counts(arguments: PlanExperts, configs: dict[int, MoEConfig]) -> Counts:

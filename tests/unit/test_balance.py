@@ -439,5 +439,7 @@ def test_plan_experts_says_when_it_does_not_pay(tiny, tmp_path, capsys) -> None:
     ):
         assert main([*words, *more]) == 2
         assert says in capsys.readouterr().err
+    assert main(["plan-experts", "--slots", "16", "--experts", "8", "--phase", "decode", "--tokens", "4"]) == 2
+    assert "--tokens 4 --phase decode: of the estimate" in capsys.readouterr().err
     assert main([*words[:3], "--slots", "7"]) == 2
     assert "7 slots for 8 experts" in capsys.readouterr().err
