@@ -303,7 +303,7 @@ class BenchLayer(_Ranks, _Pair, _LowPrecision, PlottedBench):
     routing: str | None = None
     """Measure replicas instead, with experts chosen like this."""
     replicas: int | None = None
-    """With --routing: slots beyond the number of experts, planned from the same choices; default 0."""
+    """With --routing: slots beyond the experts, as many on each rank, planned from the same choices; default 0."""
     placement: Path | None = None
     """With --routing: the placement file to measure, instead of a planned one."""
 
@@ -327,7 +327,7 @@ class Simulation:
     routing: tuple[str, ...] = ("uniform", "zipf:0.6:0")
     """How tokens choose experts; each in turn."""
     replicas: int = 0
-    """Also simulate planned placements with this number of slots beyond the experts."""
+    """Also simulate planned placements with this number of slots beyond the experts, as many on each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

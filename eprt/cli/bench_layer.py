@@ -9,7 +9,7 @@ from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_rows
 from eprt.bench.report import Report
 from eprt.bench.routings import read_routing
 from eprt.cli.arguments import BenchLayer
-from eprt.cli.bench import finish, groups, measured, require_names, require_peers, require_tokens
+from eprt.cli.bench import finish, groups, measured, require_names, require_peers, require_tokens, say_more_replicas
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import ParallelConfig, RuntimeConfig
@@ -76,6 +76,8 @@ def _bench_placed(arguments: BenchLayer, terminal: Terminal) -> int:
     with ranks(arguments.world, arguments.device) as workers:
         require_peers(workers, "--routing", "there is no other rank to be hotter than")
         cases = [case for shape in arguments.shapes for case in _placed_cases(shape, arguments, workers.size, file)]
+        for case in cases[:: len(arguments.tokens)] if file is None else ():
+            say_more_replicas(arguments.replicas or 0, case.config.num_experts, workers.size, terminal)
         report = Report("placement", [])
         measured(report, cases, measure_placed, placed_rows, workers, arguments, terminal)
     what = f"{workers}, {arguments.routing}"

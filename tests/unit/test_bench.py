@@ -325,7 +325,7 @@ def test_what_a_bench_cannot_measure_is_refused(words: str, says: str, capsys) -
 
 def test_a_planned_placement_beside_experts_in_order(tmp_path, capsys) -> None:
     """On two gloo ranks, neighbours hot: rank 0 has most rows until they are spread."""
-    words = ("--routing", "zipf:1.1", "--replicas", "2", "--low-precision-activations")
+    words = ("--routing", "zipf:1.1", "--replicas", "1", "--low-precision-activations")
     found = bench("layer", tmp_path, "--tokens", "200", *words)
     assert found["bench"] == "placement"
     plain, planned = found["rows"]
@@ -335,7 +335,9 @@ def test_a_planned_placement_beside_experts_in_order(tmp_path, capsys) -> None:
     assert planned["gain"] == pytest.approx(plain["layer_p50_us"] / planned["layer_p50_us"], abs=1e-3)
     assert 0 <= planned["error"] <= 1e-2
     assert planned["predicted_us"] is None, "nothing is known of a CPU's times"
-    assert "with replicas where they were planned" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "with replicas where they were planned" in said
+    assert "--replicas 1: 2 slots beyond the 8 experts, so that each of 2 ranks has as many" in said
 
 
 def test_sums_that_a_placement_changed_fail_the_bench(monkeypatch, capsys) -> None:
