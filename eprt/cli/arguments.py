@@ -261,7 +261,10 @@ class PlanExperts(_Plugins, _Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(_Plugins, _Json):
-    """A report to paste into an issue: versions, devices, links, and which backends work here and why not."""
+    """A report to paste into an issue: versions, devices, links, and which backends work here and why not.
+
+    torchrun takes --run for an option of its own, unless -- stands before: torchrun -m eprt -- doctor --run.
+    """
 
     run: bool = False
     """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
