@@ -30,6 +30,7 @@ from eprt.errors import CheckpointError, UsageError
 from eprt.models import has_family
 from eprt.models.checkpoint import SINGLE
 from eprt.placement import ExpertPlacement
+from eprt.placement.file import PlacementFile
 
 pytestmark = [
     needs("transformers"),
@@ -39,7 +40,7 @@ pytestmark = [
 PROMPTS: list[list[list[int]]] = [[[5, 17, 33, 8], [41, 9, 60]], [], [[7, 3]], [[30]]]
 ACCEPTED = 66
 # Counts and placement files go by the model's own numbers, dense layers before the first MoE layer included.
-NUMBERS = {"afmoe": (1,), "deepseek_v3": (1,), "ernie4_5_vl_moe": (0, 0, 1, 1)}
+NUMBERS = {"afmoe": (1,), "deepseek_v3": (1,), "ernie4_5_vl_moe": (0, 2, 1, 3)}
 TESTED = [name for name in folders() if name not in REASONS]
 SHARD = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
 TEXT = [f"{name}:text" for name in ("dots3_note", "llama4", "qwen3_5_moe", "qwen4_exp") if name in TESTED]
@@ -112,6 +113,18 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
     next(iter(source.modules.values())).__dict__["eprt_place"] = None
     with pytest.raises(UsageError, match="parallelized already"):
         spread.open_source(empty, None)
+
+
+def test_experts_of_text_and_of_images_lie_where_their_own_placements_say() -> None:
+    from eprt.integrations.transformers import spread
+
+    parallel, E = ParallelConfig(2), tiny_families.NUM_EXPERTS
+    placed = PlacementFile(E, 2, {number: (number, *(e for e in range(E) if e != number)) for number in range(4)})
+    source = spread.open_source(tiny_families.tiny_model("ernie4_5_vl_moe"), None)
+    first = {
+        tuple(path.split(".")[-4::2]): source.placement(path, parallel, placed).slots[0] for path in source.modules
+    }
+    assert first == {("0", "text_moe"): 0, ("0", "vision_moe"): 2, ("1", "text_moe"): 1, ("1", "vision_moe"): 3}
 
 
 @pytest.mark.parametrize(
