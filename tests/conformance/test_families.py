@@ -26,11 +26,12 @@ from torch import nn
 
 from eprt.cli import main
 from eprt.config import ParallelConfig
-from eprt.errors import CheckpointError, UsageError
+from eprt.errors import CheckpointError, ConfigError, UsageError
 from eprt.models import has_family
 from eprt.models.checkpoint import SINGLE
 from eprt.placement import ExpertPlacement
 from eprt.placement.file import PlacementFile
+from eprt.world import World
 
 pytestmark = [
     needs("transformers"),
@@ -90,6 +91,27 @@ def test_tokens_tell_gate_from_up() -> None:
         tiny_families.swap_halves(model)
         blind += [name] if jobs.alone(model, PROMPTS[0][0]) == before else []
     assert blind == []
+
+
+def test_kimi_k2_runs_by_the_code_of_deepseek_v3(tmp_path: Path) -> None:
+    """Its checkpoints bring their own, with a config of a name that transformers knows."""
+    from transformers import PretrainedConfig
+
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    model = tiny_families.tiny_model("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    held = json.loads((tmp_path / "config.json").read_text())
+    own = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(held | own))
+    with World.from_env("cpu") as world, torch.no_grad():
+        ours = load_without_experts(tmp_path, dtype=torch.float32).eval()
+        parallelize(ours, world)
+        prompt = torch.tensor(PROMPTS[0][:1])
+        torch.testing.assert_close(ours(prompt).logits, model(prompt).logits, rtol=1e-4, atol=1e-4)
+    theirs = type("DeepseekV3Config", (PretrainedConfig,), {"__module__": "transformers_modules.of_a_checkpoint"})
+    with pytest.raises(ConfigError, match="takes no DeepseekV3Config of the checkpoint's own code: leave trust_remote"):
+        load_without_experts(tmp_path, config=theirs())  # as trust_remote_code=True finds it
 
 
 @pytest.mark.parametrize("name", ["gemma4", "jamba"])
