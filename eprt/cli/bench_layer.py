@@ -19,10 +19,11 @@ from eprt.placement.file import PlacementFile
 from eprt.plan import backends_of
 
 _PHASES = " | ".join(f"{phase} = {phase}_p50_us/{phase}_p99_us:.1f" for phase in PHASES)
-PHASE_TIMES = columns(f"tokens | rows per expert = rows_per_expert | pair | {_PHASES}")
+PHASE_TIMES = columns(f"tokens | rows per expert = rows_per_expert | pair | format = token_format | {_PHASES}")
 HOST_TIMES = columns(
-    "tokens | pair | layer = layer_p50_us/layer_p99_us:.1f | by hand = by_hand_p50_us/by_hand_p99_us:.1f | "
-    "overhead = overhead_us | layer in a graph = layer_graph_p50_us/layer_graph_p99_us:.1f | "
+    "tokens | pair | format = token_format | layer = layer_p50_us/layer_p99_us:.1f | "
+    "by hand = by_hand_p50_us/by_hand_p99_us:.1f | overhead = overhead_us | "
+    "layer in a graph = layer_graph_p50_us/layer_graph_p99_us:.1f | "
     "by hand in a graph = by_hand_graph_p50_us/by_hand_graph_p99_us:.1f | ratio = graph_ratio"
 )
 PLACED = columns(
