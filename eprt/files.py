@@ -73,17 +73,17 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: Figure, path: Path, flag: str = "") -> None:
-    """Writes a picture in the format that the file's name says. Raises ConfigError where it can't be written, which
-    begins with the `flag` that named it."""
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a picture in the format that the file's name says. Raises ConfigError where it can't be written."""
     try:
-        write_whole(path, drawn(figure, path, flag))
+        write_whole(path, drawn(figure, path))
     except OSError as error:
-        raise ConfigError(f"{flag}{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: {error.strerror}") from error
 
 
 def drawn(figure: Figure, path: Path, flag: str = "") -> bytes:
-    """Returns the content of the file that `save_figure` writes. Raises ConfigError for a format that isn't known."""
+    """Returns the content of the file that `save_figure` writes. Raises ConfigError, which begins with the `flag` that
+    named the file, for a format that isn't known."""
     content = BytesIO()
     try:
         figure.savefig(content, format=path.suffix.removeprefix(".") or None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eprt.bench.report import Report
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
-from eprt.files import new_figure, save_figure
+from eprt.files import drawn, new_figure, write_whole
 from eprt.layer import PHASES
 from eprt.rounding import ceil_div
 
@@ -30,9 +30,9 @@ _LINES = {
 def plot(report: Report, path: Path) -> None:
     """Writes a picture of any bench's report; the file's ending names the format (png, svg, pdf).
 
-    Raises ConfigError if matplotlib is missing, or can't write such a file.
+    Raises ConfigError if matplotlib is missing, or knows no such format; OSError where the file can't be written.
     """
-    save_figure(draw(report), path, "--plot ")
+    write_whole(path, drawn(draw(report), path, "--plot "))
 
 
 def draw(report: Report) -> Figure:

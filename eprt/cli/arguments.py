@@ -254,14 +254,17 @@ class PlanExperts(_Plugins, _Json):
     device: str = "sm90"
     """The GPUs' compute capability, for that estimate."""
     phase: Literal["prefill", "decode"] = "prefill"
-    """prefill: many tokens per rank, shared by replicas. decode: few, and each expert's go to one replica."""
+    """For that estimate: prefill has many tokens per rank, which replicas share; in decode one replica gets them."""
     out: Path | None = None
     """Write the placement file here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(_Plugins, _Json):
-    """A report to paste into an issue: versions, devices, links, and which backends work here and why not."""
+    """A report to paste into an issue: versions, devices, links, and which backends work here and why not.
+
+    torchrun takes --run for an option of its own, unless -- stands before: torchrun -m eprt -- doctor --run.
+    """
 
     run: bool = False
     """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
@@ -303,7 +306,7 @@ class BenchLayer(_Ranks, _Pair, _LowPrecision, PlottedBench):
     routing: str | None = None
     """Measure replicas instead, with experts chosen like this."""
     replicas: int | None = None
-    """With --routing: slots beyond the number of experts, planned from the same choices; default 0."""
+    """With --routing: slots beyond the experts, as many on each rank, planned from the same choices; default 0."""
     placement: Path | None = None
     """With --routing: the placement file to measure, instead of a planned one."""
 
@@ -327,7 +330,7 @@ class Simulation:
     routing: tuple[str, ...] = ("uniform", "zipf:0.6:0")
     """How tokens choose experts; each in turn."""
     replicas: int = 0
-    """Also simulate planned placements with this number of slots beyond the experts."""
+    """Also simulate planned placements with this number of slots beyond the experts, as many on each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

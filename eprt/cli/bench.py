@@ -13,6 +13,7 @@ from eprt.cli.terminal import Terminal, columns, counted
 from eprt.config import RuntimeConfig
 from eprt.errors import ConfigError
 from eprt.plan import backends_of
+from eprt.rounding import round_up
 
 MOST_TOKENS = 1 << 20  # far above any batch, and of a size that a host can hold
 
@@ -163,6 +164,15 @@ def require_names(option: str, names: Sequence[str]) -> None:
     """Raises ConfigError where a list of what to measure is empty."""
     if not names:
         raise ConfigError(f"{option}: expected at least one name; leave the flag out for its default")
+
+
+def say_more_replicas(replicas: int, num_experts: int, ranks: int, terminal: Terminal) -> None:
+    """Says how many slots `--replicas` stands for where it is more than asked for: ranks have as many slots each."""
+    if (found := round_up(num_experts + replicas, ranks) - num_experts) != replicas:
+        terminal.say(
+            f"--replicas {replicas}: {counted(found, 'slot')} beyond the {num_experts} experts, so that each of "
+            f"{ranks} ranks has as many"
+        )
 
 
 def require_peers(workers: Ranks, what: str, why: str) -> None:

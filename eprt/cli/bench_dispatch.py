@@ -19,7 +19,16 @@ from eprt.bench.dispatch import (
 from eprt.bench.report import Report
 from eprt.bench.simulate import SimulatedWorld, simulation_report
 from eprt.cli.arguments import BenchDispatch
-from eprt.cli.bench import finish, groups, keep, measured, require_names, require_peers, require_tokens
+from eprt.cli.bench import (
+    finish,
+    groups,
+    keep,
+    measured,
+    require_names,
+    require_peers,
+    require_tokens,
+    say_more_replicas,
+)
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Column, Terminal, columns
@@ -134,6 +143,8 @@ def _simulate(arguments: BenchDispatch, terminal: Terminal) -> Report:
     ]
     report = simulation_report(worlds, arguments.tokens, arguments.transports, keep(arguments, terminal))
     for size, rows in groups(report, "ranks"):
+        if asked.replicas:
+            say_more_replicas(asked.replicas, config.num_experts, size, terminal)
         what = f"{size} x {device}, {asked.ranks_per_host} per host, one layer of {asked.model}"
         terminal.table(f"Simulated, not measured: {what}; the hottest rank sets the pace", SIMULATED, rows)
     return report

@@ -9,7 +9,7 @@ from eprt.bench.placed import TOLERANCE, PlacedCase, measure_placed, placed_rows
 from eprt.bench.report import Report
 from eprt.bench.routings import read_routing
 from eprt.cli.arguments import BenchLayer
-from eprt.cli.bench import finish, groups, measured, require_names, require_peers, require_tokens
+from eprt.cli.bench import finish, groups, measured, require_names, require_peers, require_tokens, say_more_replicas
 from eprt.cli.ranks import Ranks, ranks
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import ParallelConfig, RuntimeConfig
@@ -19,10 +19,11 @@ from eprt.placement.file import PlacementFile
 from eprt.plan import backends_of
 
 _PHASES = " | ".join(f"{phase} = {phase}_p50_us/{phase}_p99_us:.1f" for phase in PHASES)
-PHASE_TIMES = columns(f"tokens | rows per expert = rows_per_expert | pair | {_PHASES}")
+PHASE_TIMES = columns(f"tokens | rows per expert = rows_per_expert | pair | format = token_format | {_PHASES}")
 HOST_TIMES = columns(
-    "tokens | pair | layer = layer_p50_us/layer_p99_us:.1f | by hand = by_hand_p50_us/by_hand_p99_us:.1f | "
-    "overhead = overhead_us | layer in a graph = layer_graph_p50_us/layer_graph_p99_us:.1f | "
+    "tokens | pair | format = token_format | layer = layer_p50_us/layer_p99_us:.1f | "
+    "by hand = by_hand_p50_us/by_hand_p99_us:.1f | overhead = overhead_us | "
+    "layer in a graph = layer_graph_p50_us/layer_graph_p99_us:.1f | "
     "by hand in a graph = by_hand_graph_p50_us/by_hand_graph_p99_us:.1f | ratio = graph_ratio"
 )
 PLACED = columns(
@@ -76,6 +77,8 @@ def _bench_placed(arguments: BenchLayer, terminal: Terminal) -> int:
     with ranks(arguments.world, arguments.device) as workers:
         require_peers(workers, "--routing", "there is no other rank to be hotter than")
         cases = [case for shape in arguments.shapes for case in _placed_cases(shape, arguments, workers.size, file)]
+        for case in cases[:: len(arguments.tokens)] if file is None else ():
+            say_more_replicas(arguments.replicas or 0, case.config.num_experts, workers.size, terminal)
         report = Report("placement", [])
         measured(report, cases, measure_placed, placed_rows, workers, arguments, terminal)
     what = f"{workers}, {arguments.routing}"

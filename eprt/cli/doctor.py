@@ -43,10 +43,9 @@ PROOF: dict[str, Column] = {name: name for name in ("", *KEYS, "passed", "worst 
 def doctor(arguments: Doctor, terminal: Terminal) -> int:
     """Prints the report. Returns 1 if a conformance check of --run or a trial of --faults failed, else 0.
 
-    Raises ConfigError for --output or --resume without --faults, which would do nothing.
+    Raises ConfigError for options of --run and --faults without them, which would do nothing.
     """
-    if not arguments.faults and (arguments.output is not None or arguments.resume):
-        raise ConfigError("--output and --resume are of the trials of --faults: add it; --json prints the whole report")
+    _require_use(arguments)
     report: dict[str, Any] = {
         "versions": diagnosis.versions(),
         "devices": diagnosis.devices(),
@@ -68,6 +67,19 @@ def doctor(arguments: Doctor, terminal: Terminal) -> int:
         failed += sum(not row["ok"] for row in report["faults"])
     terminal.result(report)
     return 1 if failed else 0
+
+
+def _require_use(arguments: Doctor) -> None:
+    of_faults = ("device", "trials", "seeds", "jobs", "output", "resume")
+    given = [f"--{name}" for name in of_faults if getattr(arguments, name) != getattr(Doctor, name)]
+    if given and not arguments.faults:
+        raise ConfigError(f"{', '.join(given)}: of the trials of --faults: add it; --json prints the whole report")
+    cpu = arguments.run or (arguments.faults and arguments.device == "cpu")
+    if arguments.world != Doctor.world and not cpu:
+        raise ConfigError(
+            f"--world {arguments.world}: CPU ranks of --run, and of --faults with --device cpu: add one of them, or "
+            "leave it out; on GPUs there is a rank for each"
+        )
 
 
 def _say(report: dict[str, Any], terminal: Terminal) -> None:

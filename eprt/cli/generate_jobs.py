@@ -165,6 +165,8 @@ def load_tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:
         why = one_block(" ".join(f"{type(error).__name__}: {error}".split()), 500)
+        if "trust_remote_code" in why:
+            why += "; eprt generate runs no code of a checkpoint: tokenize by yourself, and call `generate` from Python"
         raise CheckpointError(f"{directory}: its tokenizer can't be loaded: {why}") from error
 
 

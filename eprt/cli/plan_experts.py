@@ -16,6 +16,7 @@ from eprt.cli.explain import kinds_of_layers
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
+from eprt.files import write_whole
 from eprt.models.published import model_config
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
@@ -33,6 +34,7 @@ LAYERS = columns(
 
 def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     """Plans placements of all layers. Returns 0, also where replicas don't pay."""
+    _require_model_for_estimate(arguments)
     configs: dict[int, MoEConfig] = {}  # by layer; none without a model
     if arguments.model is not None:
         kinds = kinds_of_layers(model_config(arguments.model))
@@ -51,7 +53,8 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     size = max((expert_bytes(configs[layer], arguments.moe_tp) for layer in counts if layer in configs), default=0)
     terminal.say(_judged(arguments, total, size, rows))
     if arguments.out is not None and terminal.speaks:
-        PlacementFile.of_placements({row["layer"]: row["placement"] for row in rows}).write(arguments.out)
+        planned = PlacementFile.of_placements({row["layer"]: row["placement"] for row in rows})
+        write_whole(arguments.out, planned.content)  # whose OSError a full disk is, not an option that can't work
         terminal.say(f"wrote {arguments.out}")
     asked = {"slots": arguments.slots, "ranks": arguments.world, "tokens": arguments.tokens, "phase": arguments.phase}
     pays = {"pays": total and total.pays, "gain": total and total.gain}
@@ -59,6 +62,17 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     found = [{**{k: row[k] for k in shown}, "estimate": row["verdict"] and asdict(row["verdict"])} for row in rows]
     terminal.result({**asked, **means, **pays, "layers": found})
     return 0
+
+
+def _require_model_for_estimate(arguments: PlanExperts) -> None:
+    """Raises ConfigError for options of the estimate where nothing is estimated: they would do nothing."""
+    given = {name: getattr(arguments, name) for name in ("tokens", "device", "phase")}
+    asked = " ".join(f"--{name} {value}" for name, value in given.items() if value != getattr(PlanExperts, name))
+    if arguments.model is None and asked:
+        raise ConfigError(
+            f"{asked}: of the estimate of what a placement brings, which depends on the experts' sizes: name the model "
+            "with --model, or leave them out"
+        )
 
 
 def _counts(arguments: PlanExperts, configs: dict[int, MoEConfig]) -> Counts:

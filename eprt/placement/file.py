@@ -61,9 +61,9 @@ class PlacementFile:
         text = repr((self.num_experts, self.ep_size, layers))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
-    def write(self, path: str | Path) -> None:
-        """Raises ConfigError for what `read` would refuse, and where it can't be written."""
-        require_kinds(PlacementFile.write, locals())
+    @property
+    def content(self) -> str:
+        """Returns the text that `write` puts into the file. Raises ConfigError for what `read` would refuse."""
         layers = {ALL if layer is None else str(layer): list(slots) for layer, slots in self.layers.items()}
         value = {
             "format": FORMAT,
@@ -73,8 +73,13 @@ class PlacementFile:
             "layers": layers,
         }
         _parsed(value)
+        return json.dumps(value) + "\n"
+
+    def write(self, path: str | Path) -> None:
+        """Raises ConfigError for what `read` would refuse, and where it can't be written."""
+        require_kinds(PlacementFile.write, locals())
         try:
-            write_whole(Path(path), json.dumps(value) + "\n")
+            write_whole(Path(path), self.content)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from error
 

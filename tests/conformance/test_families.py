@@ -26,10 +26,12 @@ from torch import nn
 
 from eprt.cli import main
 from eprt.config import ParallelConfig
-from eprt.errors import CheckpointError, UsageError
+from eprt.errors import CheckpointError, ConfigError, UsageError
 from eprt.models import has_family
 from eprt.models.checkpoint import SINGLE
 from eprt.placement import ExpertPlacement
+from eprt.placement.file import PlacementFile
+from eprt.world import World
 
 pytestmark = [
     needs("transformers"),
@@ -39,7 +41,7 @@ pytestmark = [
 PROMPTS: list[list[list[int]]] = [[[5, 17, 33, 8], [41, 9, 60]], [], [[7, 3]], [[30]]]
 ACCEPTED = 66
 # Counts and placement files go by the model's own numbers, dense layers before the first MoE layer included.
-NUMBERS = {"afmoe": (1,), "deepseek_v3": (1,), "ernie4_5_vl_moe": (0, 0, 1, 1)}
+NUMBERS = {"afmoe": (1,), "deepseek_v3": (1,), "ernie4_5_vl_moe": (0, 2, 1, 3)}
 TESTED = [name for name in folders() if name not in REASONS]
 SHARD = ExpertPlacement(tiny_families.NUM_EXPERTS, ParallelConfig(4)).shard(1)
 TEXT = [f"{name}:text" for name in ("dots3_note", "llama4", "qwen3_5_moe", "qwen4_exp") if name in TESTED]
@@ -91,6 +93,27 @@ def test_tokens_tell_gate_from_up() -> None:
     assert blind == []
 
 
+def test_kimi_k2_runs_by_the_code_of_deepseek_v3(tmp_path: Path) -> None:
+    """Its checkpoints bring their own, with a config of a name that transformers knows."""
+    from transformers import PretrainedConfig
+
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    model = tiny_families.tiny_model("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    held = json.loads((tmp_path / "config.json").read_text())
+    own = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(held | own))
+    with World.from_env("cpu") as world, torch.no_grad():
+        ours = load_without_experts(tmp_path, dtype=torch.float32).eval()
+        parallelize(ours, world)
+        prompt = torch.tensor(PROMPTS[0][:1])
+        torch.testing.assert_close(ours(prompt).logits, model(prompt).logits, rtol=1e-4, atol=1e-4)
+    theirs = type("DeepseekV3Config", (PretrainedConfig,), {"__module__": "transformers_modules.of_a_checkpoint"})
+    with pytest.raises(ConfigError, match="takes no DeepseekV3Config of the checkpoint's own code: leave trust_remote"):
+        load_without_experts(tmp_path, config=theirs())  # as trust_remote_code=True finds it
+
+
 @pytest.mark.parametrize("name", ["gemma4", "jamba"])
 def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
     """Stacked tensors, and one tensor an expert: of four ranks one reads a quarter of the bytes, which are its own."""
@@ -112,6 +135,18 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
     next(iter(source.modules.values())).__dict__["eprt_place"] = None
     with pytest.raises(UsageError, match="parallelized already"):
         spread.open_source(empty, None)
+
+
+def test_experts_of_text_and_of_images_lie_where_their_own_placements_say() -> None:
+    from eprt.integrations.transformers import spread
+
+    parallel, E = ParallelConfig(2), tiny_families.NUM_EXPERTS
+    placed = PlacementFile(E, 2, {number: (number, *(e for e in range(E) if e != number)) for number in range(4)})
+    source = spread.open_source(tiny_families.tiny_model("ernie4_5_vl_moe"), None)
+    first = {
+        tuple(path.split(".")[-4::2]): source.placement(path, parallel, placed).slots[0] for path in source.modules
+    }
+    assert first == {("0", "text_moe"): 0, ("0", "vision_moe"): 2, ("1", "text_moe"): 1, ("1", "vision_moe"): 3}
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,10 @@ def test_tokens_are_exact_in_bf16_and_so_are_their_weighted_sums(top_k):
         ([math.nan, 1.0], [1.0, 1.0], math.inf),
         ([3.0, 4.5], [3.0, 4.0], 0.1),
         ([1.0, 2.0], [1.0], math.inf),
+        ([math.inf, -math.inf], [math.inf, -math.inf], 0.0),
+        ([math.inf], [-math.inf], math.inf),
+        ([1.0, 1.0], [math.inf, 1.0], math.inf),
+        ([math.inf, 3.0, 4.5], [math.inf, 3.0, 4.0], 0.1),
     ],
 )
 def test_relative_error(out, expected, error):

@@ -405,6 +405,8 @@ def test_plan_experts_writes_a_file_that_it_reads_again(tmp_path, capsys) -> Non
     assert main([*words, "--current", str(first), "--out", str(again)]) == 0
     assert PlacementFile.read(again) == placed, "nothing changed, so nothing moves"
     assert "max/mean on average" in capsys.readouterr().out
+    assert main([*words, "--out", "/dev/full"]) == 74
+    assert "eprt: No space left on device: /dev/full" in capsys.readouterr().err
 
 
 def test_plan_experts_knows_models_by_name(capsys) -> None:
@@ -437,5 +439,7 @@ def test_plan_experts_says_when_it_does_not_pay(tiny, tmp_path, capsys) -> None:
     ):
         assert main([*words, *more]) == 2
         assert says in capsys.readouterr().err
+    assert main(["plan-experts", "--slots", "16", "--experts", "8", "--phase", "decode", "--tokens", "4"]) == 2
+    assert "--tokens 4 --phase decode: of the estimate" in capsys.readouterr().err
     assert main([*words[:3], "--slots", "7"]) == 2
     assert "7 slots for 8 experts" in capsys.readouterr().err

@@ -268,8 +268,10 @@ def test_doctor_reports_this_machine(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--output x.json", "--output and --resume are of the trials of --faults: add it"),
-        ("--resume", "--output and --resume are of the trials of --faults: add it"),
+        ("--output x.json", "--output: of the trials of --faults: add it"),
+        ("--run --resume --trials 3 --device cuda", "--device, --trials, --resume: of the trials of --faults: add it"),
+        ("--world 2", "--world 2: CPU ranks of --run, and of --faults"),
+        ("--faults --device cuda --world 2", "on GPUs there is a rank for each"),
         ("--faults --seeds", "0 --seeds: expected at least 1 of each"),
         ("--faults --world 1", "1 cpu ranks: it takes at least 2; use --device cpu --world 2"),
     ],

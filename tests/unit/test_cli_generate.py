@@ -222,10 +222,15 @@ def test_options_and_files_are_refused_before_ranks_start(
     assert err.count("\n") == 1
 
 
+# As Kimi-K2's.
+CODED = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}, "tokenizer_class": "TikToken"}
+
+
 @pytest.mark.parametrize(
     ("file", "fields", "said"),
     [
         ("tokenizer.json", {}, "its tokenizer can't be loaded"),
+        ("tokenizer_config.json", CODED, "eprt generate runs no code of a checkpoint: tokenize by yourself"),
         ("config.json", {"model_type": ["gpt_oss"]}, "model_type ['gpt_oss'] is not supported"),
         (
             "generation_config.json",

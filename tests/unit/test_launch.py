@@ -7,13 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 from support.jobs.resumable import ITEMS, KILLED_BEFORE
 from support.ports import free_port
+from torch.distributed.run import get_args_parser
+
+from eprt.cli.parsing import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "jobs" / "resumable.py"
@@ -93,6 +99,27 @@ def test_slurm(tmp_path: Path) -> None:
     assert seen.read_text().count("its python") == 2
     assert "--kill-on-bad-exit=1" in seen.read_text()
     assert sorted((tmp_path / "with a space" / "eprt-7").glob("*/attempt_0/*/stderr.log")), "no log of any rank"
+
+
+def flags(kind: Any) -> Iterator[str]:
+    """Those of a command, and of the settings inside of it."""
+    for name, hint in get_type_hints(kind).items():
+        yield from flags(hint) if is_dataclass(hint) else [f"--{name.replace('_', '-')}"]
+
+
+def test_torchrun_leaves_a_command_its_flags_but_one() -> None:
+    """It looks for its own options among a program's, too, and takes their beginnings for them."""
+
+    def left(*words: str) -> list[str]:
+        with suppress(SystemExit):
+            return get_args_parser().parse_args(["-m", "eprt", *words]).training_script_args
+        return []
+
+    words = [(*name.split(), flag) for name, (kind, _) in COMMANDS.items() for flag in flags(kind)]
+    assert len(words) > 100
+    assert [each for each in words if left(*each) != list(each)] == [("doctor", "--run")]
+    shown = (ROOT / "docs/launch.md").read_text().split("launch/node.sh -m eprt -- ", 1)[1].split("\n")[0]
+    assert left("--", *shown.split()) == shown.split()
 
 
 class TestKubernetes:

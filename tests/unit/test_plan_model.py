@@ -331,9 +331,10 @@ def test_replicas_cool_the_hottest_rank_down() -> None:
 def test_the_command(tmp_path, capsys) -> None:
     words = ["bench", "dispatch", "--simulate", "--ranks", "16", "--tokens", "8", "--model", "gpt-oss-120b"]
     file = tmp_path / "found.json"
-    assert main([*words, "--replicas", "16", "--output", str(file)]) == 0
+    assert main([*words, "--replicas", "13", "--output", str(file)]) == 0
     out = capsys.readouterr().out
     assert "Simulated, not measured: 16 x sm90, 8 per host, one layer of gpt-oss-120b" in out
+    assert out.count("--replicas 13: 16 slots beyond the 128 experts, so that each of 16 ranks has as many") == 1
     assert "left out: symm, 16 ranks of sm90: at most 8 ranks, the world has 16" in out
     found = json.loads(file.read_text())
     assert found["bench"] == "simulation"

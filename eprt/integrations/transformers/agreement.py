@@ -7,7 +7,8 @@ of prompts takes idle steps until all have.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -227,6 +228,21 @@ def agreement_of(model: nn.Module) -> ForwardAgreement:
 def layer_of(path: str) -> int:
     """Returns the number of the model's layer, the first in a module's path: of counts as of placement files."""
     return int(NUMBER.findall(path)[0])
+
+
+def layer_numbers(paths: Iterable[str]) -> dict[str, int]:
+    """Returns the number of each module's layer by path, each once.
+
+    Where layers have several experts modules (ERNIE 4.5 VL's, for text and for images), the first ones keep the layers'
+    own numbers, and the others' go on after the last layer.
+    """
+    own = {path: layer_of(path) for path in paths}
+    layers, before = max(own.values()) + 1, Counter[int]()
+    found: dict[str, int] = {}
+    for path, number in own.items():
+        found[path] = number + layers * before[number]
+        before[number] += 1
+    return found
 
 
 def _calls(model: Any, places: dict[str, Place]) -> list[Place]:

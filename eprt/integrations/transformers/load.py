@@ -22,6 +22,9 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _MODELS = ("dtype", "torch_dtype", "quantization_config")  # of the model as it is loaded, whatever its config says
 _PACKED = (".qweight", ".weight_packed")
+# Models whose code transformers has under another name: Kimi-K2's authors give DeepSeek-V3's as theirs, and their own
+# config.json's model_type only tells engines the two apart (docs/deploy_guidance.md beside the checkpoint).
+SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 _PLAIN = ("BF16", "F32", "F16", "I64", "I32", "BOOL")
 
 
@@ -143,12 +146,16 @@ def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
 
 def _config_of(place: str | Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the config, with those `options` that are its fields, and the others. Raises CheckpointError."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     models = {name: options[name] for name in _MODELS if name in options}
     fields = {name: value for name, value in options.items() if name not in _MODELS}
     try:
-        found: Any = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **fields)
+        said, rest = PretrainedConfig.get_config_dict(place, **fields)
+        if (kind := SAME_MODEL.get(str(said.get("model_type")))) is None or fields.get("trust_remote_code"):
+            found: Any = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **fields)
+        else:
+            found = CONFIG_MAPPING[kind].from_dict({**said, "model_type": kind}, return_unused_kwargs=True, **rest)
     except (OSError, ValueError) as error:
         said = one_block(" ".join(str(error).split()), 300)
         raise CheckpointError(f"{place}: transformers can't read its config.json: {said}") from error
@@ -166,11 +173,22 @@ def _class_of(config: Any, asked: Any) -> type[Any]:
         return asked
     if type(config) in mapping:
         found = mapping[type(config)]
-        return found[0] if isinstance(found, tuple) else found
+        return _taking(config, found[0] if isinstance(found, tuple) else found)
     for name in () if asked else config.architectures or ():
         if (named := getattr(transformers, name, None)) is not None:
-            return named
+            return _taking(config, named)
     raise ConfigError(f"{auto.__name__} has no class for a {config.model_type}: pass model_class=")
+
+
+def _taking(config: Any, kind: Any) -> type[Any]:
+    """Returns a class of transformers, which are found by their configs' names. Raises ConfigError for a config of that
+    name from a checkpoint's own code."""
+    if type(config).__module__.startswith("transformers_modules.") and not isinstance(config, kind.config_class):
+        raise ConfigError(
+            f"transformers' {kind.__name__} takes no {type(config).__name__} of the checkpoint's own code: leave "
+            "trust_remote_code out, or pass the checkpoint's own class as model_class="
+        )
+    return kind
 
 
 def _config_for(kind: type[Any], config: Any) -> Any:

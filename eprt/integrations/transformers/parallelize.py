@@ -17,7 +17,7 @@ from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, al
 from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.agreement import Place, agreement_of
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
-from eprt.integrations.transformers.load import Placeholder, block_at, find_checkpoint
+from eprt.integrations.transformers.load import SAME_MODEL, Placeholder, block_at, find_checkpoint
 from eprt.integrations.transformers.spread import spread
 from eprt.layer import ExpertParallelMoE
 from eprt.models import LayerParts, ModelFamily, build_layer, family_for, has_family, load_layer
@@ -230,7 +230,7 @@ def _require_same_model(source: Checkpoint, config: dict[str, Any], family: Mode
     """Raises ConfigError with what differs, side by side."""
     # A text model of a family that also has images says `_text`.
     found, expected = (str(c.get("model_type")).removesuffix("_text") for c in (source.config, config))
-    if found != expected:
+    if len({SAME_MODEL.get(kind, kind) for kind in (found, expected)}) > 1:
         raise ConfigError(f"{source.directory} is a checkpoint of {found}, the model is of {expected}: give its own")
     theirs = family_for(source.config)
     # The model's tensors may have been unpacked when they were loaded; which number format they had doesn't matter.

@@ -20,7 +20,7 @@ from torch import nn
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
-from eprt.integrations.transformers.agreement import NUMBER, Place, layer_of
+from eprt.integrations.transformers.agreement import NUMBER, Place, layer_numbers
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
 from eprt.integrations.transformers.experts import (
     activation_of,
@@ -89,7 +89,7 @@ def spread(
         with shared_errors(world, Header("load", -1, 0)):  # before any module is changed
             placements = {path: source.placement(path, world.parallel, placed) for path in source.modules}
         for path, experts in source.modules.items():
-            number = layer_of(path)
+            number = source.numbers[path]
             parts = load_on_all_ranks(world, partial(source.parts, path, world.rank, placements[path]), number)
             layer = ExpertParallelMoE(
                 parts.config, world, parts.weights, runtime=runtime, layer=number, placement=parts.placement
@@ -176,6 +176,7 @@ class _Source:
                 f"{type(model).__name__} has no experts that eprt finds: neither a family of eprt.models.FAMILIES nor "
                 "experts modules of transformers"
             )
+        self.numbers = layer_numbers(self.modules)
         if any("eprt_place" in module.__dict__ for module in self.modules.values()):
             raise UsageError("the model is parallelized already: load it once more to spread it over another world")
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
@@ -193,7 +194,7 @@ class _Source:
     def placement(self, path: str, parallel: ParallelConfig, placed: PlacementFile | None) -> ExpertPlacement:
         """Returns where a module's experts lie: in order without a file. Raises ConfigError."""
         E = self.parameters(self.modules[path])["down_proj"].shape[0]
-        return ExpertPlacement(E, parallel) if placed is None else placed.placement(layer_of(path), E, parallel)
+        return ExpertPlacement(E, parallel) if placed is None else placed.placement(self.numbers[path], E, parallel)
 
     def parts(self, path: str, rank: int, placement: ExpertPlacement) -> _Parts:
         """Reads a rank's part of one module. Raises ConfigError, UnsupportedError, CheckpointError."""
