@@ -130,6 +130,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "generate too early": ("UsageError", "call parallelize(model, world)"),
         "twice": ("UsageError", "parallelized already"),
         "router logits in a call": ("UnsupportedError", "output_router_logits=True"),
+        "router logits without the head": ("UnsupportedError", "output_router_logits=True"),
         "save": ("UsageError", "save_pretrained"),
         "state": ("UsageError", "state_dict or save_pretrained"),
         "part of the state": ("UsageError", "state_dict or save_pretrained"),

@@ -15,7 +15,7 @@ from torch import nn
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, aligned
 from eprt.graphs.recording import refusal_of
-from eprt.integrations.transformers.agreement import Place, agreement_of
+from eprt.integrations.transformers.agreement import ForwardAgreement, Place, agreement_of
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
 from eprt.integrations.transformers.load import Placeholder, block_at, find_checkpoint
 from eprt.integrations.transformers.spread import spread
@@ -102,8 +102,7 @@ def parallelize(
             layers.append(layer)
             if on_layer is not None:
                 on_layer(len(layers), len(numbers))
-    agreement_of(model)
-    model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+    _refuse_router_logits(model, agreement_of(model))
     keep_in_place(model, world.device, _dtype_of(model))
     return layers
 
@@ -187,14 +186,22 @@ def _dtype_of(model: Any) -> torch.dtype:
     return model.get_input_embeddings().weight.dtype
 
 
-def _refuse_router_logits(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuses router logits before each forward: transformers doesn't find routers inside the layers."""
-    asked, config = kwargs.get("output_router_logits"), model.config
-    if getattr(config, "output_router_logits", False) if asked is None else asked:
-        refused = (
-            "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
-        )
-        agreement_of(model).places[0].layer.dispatcher.refuse(UnsupportedError(refused))
+def _refuse_router_logits(model: nn.Module, agreement: ForwardAgreement) -> None:
+    """Lets each forward that is asked for router logits raise UnsupportedError, that of the model without its head
+    too: transformers doesn't find routers inside the layers, and would hand out none."""
+    from transformers import PreTrainedModel
+
+    def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_router_logits")
+        if getattr(module.config, "output_router_logits", False) if asked is None else asked:
+            refused = (
+                "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
+            )
+            agreement.places[0].layer.dispatcher.refuse(UnsupportedError(refused))
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
 def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | None) -> Checkpoint:

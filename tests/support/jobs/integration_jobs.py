@@ -208,6 +208,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     ids = torch.tensor([[5, 6, 7]])
     attempt("twice", lambda: parallelize(model, world, runtime))
     attempt("router logits in a call", lambda: model(ids, output_router_logits=True))
+    attempt("router logits without the head", lambda: model.model(ids, output_router_logits=True))
     attempt("save", lambda: model.save_pretrained("/nowhere"))
     attempt("state", model.state_dict)
     attempt("part of the state", model.model.state_dict)
