@@ -113,6 +113,7 @@ class ForwardAgreement:
         idle: replaces the places' own step of a rank without tokens.
         decode: graphs of the model that an earlier `generate` captured, or why it couldn't.
         told_of_state: whether `generate` has said that prompts of equal length share a batch.
+        in_lockstep: whether this rank is inside of `lockstep`.
     """
 
     def __init__(self, places: list[Place], calls: list[Place]) -> None:
@@ -121,6 +122,7 @@ class ForwardAgreement:
         self.idle: Callable[[], None] | None = None
         self.decode: object = None
         self.told_of_state = False
+        self.in_lockstep = False
         self._silent = False
         self._step: AbstractContextManager[Step] | None = None
         self._met = self._broken_off = False
@@ -281,19 +283,26 @@ def lockstep(model: nn.Module) -> Iterator[None]:
     Collective: every rank enters. An exception that leaves the block on one rank is raised on all.
 
     Raises:
-        UsageError: the model has no expert-parallel layers, or a step is open. RankLost: a rank died or fell behind.
+        UsageError: the model has no expert-parallel layers, or a step or a lockstep is open. RankLost: a rank died or
+            fell behind.
     """
     agreement = agreement_of(model)
+    if agreement.in_lockstep:  # a rank that leaves the inner one and a rank that leaves the outer can't be told apart
+        raise UsageError("lockstep or generate inside of lockstep: leave it first; generate keeps ranks in step itself")
+    agreement.end()  # a forward that an exception broke off between two layers
     if agreement.world.current_step is not None:
         raise UsageError("lockstep or generate inside of World.step: leave the step first, each forward opens its own")
     expert_layers(model)  # built now, if need be
     early = _meet_before_fsdp(model, agreement) if shares_dense_weights(model) else nullcontext()
+    agreement.in_lockstep = True
     try:
         with early:
             yield
     except Exception as error:
         agreement.tell(error)
         raise
+    finally:
+        agreement.in_lockstep = False
     while agreement.meet(None):
         idle_step(model)
 

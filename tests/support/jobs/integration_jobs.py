@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from eprt.config import RuntimeConfig
+from eprt.errors import UsageError
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S, said
@@ -191,7 +192,10 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     with_own_block = tiny_families.tiny_model("jamba")
     one_layers = PlacementFile(tiny_families.NUM_EXPERTS, world.size, {0: tuple(range(tiny_families.NUM_EXPERTS))})
     attempt("one layer's placement", lambda: parallelize(with_own_block, world, runtime, placement=one_layers))
-    for layer in parallelize(with_own_block, world, runtime):
+    own_layers = parallelize(with_own_block, world, runtime)
+    attempt("a forward broken off", lambda: broken_off(with_own_block))
+    attempt("generate after it", lambda: generate(with_own_block, [[5]], max_new_tokens=1))
+    for layer in own_layers:
         layer.close()
     attempt("twice own block", lambda: parallelize(with_own_block, world, runtime))
     attempt("pickle own block", lambda: pickle.dumps(with_own_block))
@@ -243,6 +247,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
             generate(model, [[5]])
 
     attempt("inside a step", inside_a_step)
+    attempt("inside lockstep", lambda: inside_lockstep(model, world.rank == 0))
     model.config.output_router_logits = True
     attempt("router logits in the config later", lambda: model(ids))
     model.config.output_router_logits = False
@@ -266,6 +271,27 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     for layer in layers:
         layer.close()
     return found
+
+
+def broken_off(model) -> None:
+    """A forward that ends between two expert layers."""
+
+    def out_of_memory(*_) -> None:
+        raise UsageError("between two layers")
+
+    second = model.model.layers[1].register_forward_pre_hook(out_of_memory)
+    try:
+        model(torch.tensor([[5]]))
+    finally:
+        second.remove()
+
+
+def inside_lockstep(model, generates: bool) -> None:
+    from eprt.integrations.transformers import generate, lockstep
+
+    with lockstep(model):
+        if generates:
+            generate(model, [[5]])
 
 
 def load_lean(context: RankContext, folder: str) -> tuple[int, int, int]:
