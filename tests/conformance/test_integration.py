@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.builders import NOTHING
+from support.cases import tiny_families
 from support.cases.model_checkpoints import DIALECTS, WRITERS
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
@@ -239,6 +241,35 @@ def test_an_auto_class_leaves_experts_out_too(tmp_path: Path) -> None:
         parallelize(model, world, RuntimeConfig(max_tokens_per_rank=16))
     with pytest.raises(UsageError, match="can't be pickled"):
         pickle.dumps(model)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "afmoe"])
+def test_adapters_of_experts_would_be_lost(name: str, tmp_path: Path) -> None:
+    """PEFT isn't installed here: what it leaves on a model are its configs, wrappers, and `get_base_model`."""
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    def fresh():
+        return make_model(RECIPES[name]) if name in RECIPES else tiny_families.tiny_model(name)
+
+    def adapted(model, **targets):
+        model.peft_config = {"mine": SimpleNamespace(**targets)}
+        return model
+
+    fresh().save_pretrained(tmp_path)
+    held = adapted(fresh(), target_modules={"experts"})
+    block = held.model.layers[1].mlp
+    block.experts = torch.nn.ModuleDict({"base_layer": block.experts})
+    with World.from_env("cpu") as world:
+        for targets in (
+            {"target_modules": {"q_proj"}, "target_parameters": ["experts.gate_up_proj"]},
+            {"target_modules": r".*\.1\.mlp\.experts\.down_proj"},
+        ):
+            with pytest.raises(ConfigError, match=r"changes model\.layers\.\d\.mlp\.experts\.\w+_proj, .* merge it"):
+                parallelize(adapted(load_without_experts(tmp_path), **targets), world)
+        with pytest.raises(ConfigError, match=r"adapter \(mine\) changes model\.layers\.1\.mlp\.experts, which"):
+            parallelize(held, world, checkpoint=tmp_path)
+        kept = adapted(load_without_experts(tmp_path), target_modules={"q_proj"}, target_parameters=None)
+        assert parallelize(SimpleNamespace(get_base_model=lambda: kept), world)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from torch import nn
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, aligned
 from eprt.graphs.recording import refusal_of
+from eprt.integrations.transformers.adapters import require_none_inside, without_wrapper
 from eprt.integrations.transformers.agreement import ForwardAgreement, Place, agreement_of
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
-from eprt.integrations.transformers.load import Placeholder, block_at, find_checkpoint
+from eprt.integrations.transformers.load import Placeholder, block_at, find_checkpoint, names_inside
 from eprt.integrations.transformers.spread import spread
 from eprt.layer import ExpertParallelMoE
 from eprt.models import LayerParts, ModelFamily, build_layer, family_for, has_family, load_layer
@@ -63,7 +64,7 @@ def parallelize(
 
     Args:
         model: a transformers model on the world's device: of a family in `eprt.models.FAMILIES`, or any with experts
-            modules, of which transformers' own code then keeps router and block.
+            modules, of which transformers' own code then keeps router and block. Of a `PeftModel` the one inside.
         runtime: capacity, backends, validation. On several GPUs `layer_graphs` is on where the pair can be captured,
             unless it says otherwise: calls in `World.step` of up to 128 tokens per rank cost the host one launch then.
         checkpoint: the directory or hub id of the experts; only this rank's bytes are read. None takes the model's own
@@ -82,6 +83,7 @@ def parallelize(
         CheckpointError: a file or tensor is wrong, the same on every rank. Load the model again: blocks before it are
             replaced.
     """
+    model = without_wrapper(model)
     config = _config_of(model)
     _require_own_batches(model, world)
     placed: PlacementFile | None = None
@@ -213,6 +215,9 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
         raise ConfigError(f"the {config.get('model_type')} model has no MoE layers")
     blocks = [block_at(model, path) for path in paths]
     _require_loaded(model, paths, blocks, checkpoint)
+    left_out = [name for block in blocks if isinstance(block, Placeholder) for name in block.names]
+    held = [name for path, block in zip(paths, blocks, strict=True) for name in names_inside(path, block)]
+    require_none_inside(model, held, left_out)
     lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
     place = checkpoint if checkpoint is not None or not lean else lean[0]
     if place is None:
