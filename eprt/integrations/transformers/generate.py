@@ -309,6 +309,11 @@ def _check(model: nn.Module, world: World | None, batch_size: Any, options: dict
             raise ConfigError(
                 f"{name}={value!r}: generate returns one list of tokens a prompt; repeat the prompt instead"
             )
+    if (layers := option_of(model, options, "assistant_early_exit")) and agreement_of(model).world.size > 1:
+        raise ConfigError(
+            f"assistant_early_exit={layers}: drafts by a part of the layers leave the others without this rank; pass "
+            "assistant_model or prompt_lookup_num_tokens"
+        )
     for name in ("synced_gpus", "streamer", "inputs", "input_ids", "attention_mask"):
         if name in options:
             raise ConfigError(f"{name} is set by generate itself (streaming: on_token)")
