@@ -152,6 +152,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep"),
         "a forward broken off": ("UsageError", "between two layers"),
         "generate after it": (NOTHING,),
+        "backward to a router": ("UsageError", "has no gradient"),
         "router logits in the config later": ("UnsupportedError", "output_router_logits=True"),
         "pickle own block": ("UsageError", "can't be pickled or deep-copied"),
         "deepcopy own block": ("UsageError", "can't be pickled or deep-copied"),

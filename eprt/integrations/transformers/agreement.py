@@ -61,6 +61,9 @@ class Place:
         tokens_per_rank: None = None,  # the step says how many
     ) -> torch.Tensor:
         """Returns the layer's output, whose gradient is refused. Errors say what a rank without a batch has to do."""
+        weights = None if routing is None else routing.weights
+        if routing is not None:
+            routing = TopK(routing.ids, routing.weights.detach())
         if torch.compiler.is_compiling():
             with torch.no_grad():  # what the ranks agree on stays inside the operator
                 output = compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
@@ -69,8 +72,8 @@ class Place:
             output = torch.zeros_like(hidden_states)
         else:
             output = self._call(hidden_states, routing, token_ids)
-        if torch.is_grad_enabled() and hidden_states.requires_grad:
-            output = _NoBackward.apply(output, hidden_states)
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or (weights is not None and weights.requires_grad)):
+            output = _NoBackward.apply(output, hidden_states, weights)
         return output
 
     def idle(self) -> None:
@@ -331,12 +334,15 @@ def shares_dense_weights(model: nn.Module) -> bool:
 
 
 class _NoBackward(torch.autograd.Function):
-    """Refuses a backward pass, which would silently leave the experts' part out: the layers are for inference."""
+    """Refuses a backward pass, which would silently leave out the experts' part, and the router's: the layers are for
+    inference."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, output: torch.Tensor, hidden_states: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, compiled.refuse_backward(gradients[0])
+        return None, compiled.refuse_backward(gradients[0]), None

@@ -148,7 +148,7 @@ def _install(experts: Any, layer: ExpertParallelMoE, dtype: torch.dtype) -> None
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x, ids = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous(), top_k_index.to(torch.int32)
-        weights = top_k_weights.detach().float()
+        weights = top_k_weights.float()
         output = place(x, TopK(ids.clamp(max=E).contiguous(), weights.contiguous()))
         if identities:  # LongCat-Flash: ids from E on return the token itself
             output = output + x * torch.where(ids >= E, weights, 0.0).sum(dim=1, keepdim=True).to(x.dtype)

@@ -195,6 +195,9 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     own_layers = parallelize(with_own_block, world, runtime)
     attempt("a forward broken off", lambda: broken_off(with_own_block))
     attempt("generate after it", lambda: generate(with_own_block, [[5]], max_new_tokens=1))
+    with_own_block.model.layers[0].feed_forward.router.requires_grad_(True)
+    with_own_block.lm_head.requires_grad_(True)
+    attempt("backward to a router", lambda: with_own_block(torch.tensor([[5]])).logits.sum().backward())
     for layer in own_layers:
         layer.close()
     attempt("twice own block", lambda: parallelize(with_own_block, world, runtime))
