@@ -134,6 +134,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "router logits in a call": ("UnsupportedError", "output_router_logits=True"),
         "router logits without the head": ("UnsupportedError", "output_router_logits=True"),
         "save": ("UsageError", "save_pretrained"),
+        "push": ("UsageError", "save_pretrained"),
         "state": ("UsageError", "state_dict or save_pretrained"),
         "part of the state": ("UsageError", "state_dict or save_pretrained"),
         "load state": ("UsageError", "load_state_dict into a parallelized model"),
@@ -296,6 +297,8 @@ def test_fields_of_the_config_and_folders_are_options_too(tmp_path: Path, option
     assert model.model.layers[0].mlp.checkpoint == Path("inner")
     with pytest.raises(UsageError, match=r"save_pretrained .* without its experts"):
         model.save_pretrained("saved")
+    with pytest.raises(UsageError, match=r"save_pretrained .* without its experts"):
+        model.push_to_hub("nobody/nowhere")
     assert not Path("saved").exists()
 
 

@@ -94,7 +94,8 @@ def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
         ignored = [rf"^{re.escape(path)}\." for path in empty(self)]
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
-    members = {"__init__": init, "save_pretrained": _refuse_to_save, "__module__": base.__module__}
+    members: dict[str, Any] = {"__init__": init, "__module__": base.__module__}
+    members |= dict.fromkeys(("save_pretrained", "push_to_hub"), _refuse_to_save)
     return type(base.__name__, (base,), members)
 
 

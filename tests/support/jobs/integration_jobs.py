@@ -217,6 +217,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("router logits in a call", lambda: model(ids, output_router_logits=True))
     attempt("router logits without the head", lambda: model.model(ids, output_router_logits=True))
     attempt("save", lambda: model.save_pretrained("/nowhere"))
+    attempt("push", lambda: model.push_to_hub("nobody/nowhere"))
     attempt("state", model.state_dict)
     attempt("part of the state", model.model.state_dict)
     attempt("load state", lambda: model.load_state_dict(fresh().state_dict(), strict=False))
