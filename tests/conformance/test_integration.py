@@ -172,6 +172,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "stop strings": ("ConfigError", "need the model's tokenizer"),
         "bad words in text": ("ConfigError", "refuses: ValueError: `bad_words_ids` has to be a non-empty list"),
         "drafts by some layers": ("ConfigError", "assistant_early_exit=1", "pass assistant_model or prompt_lookup"),
+        "drafts by many ranks": ("ConfigError", "assistant_model is a parallelized JambaForCausalLM"),
         "an option that nobody knows": ("ConfigError", "refuses: ValueError", "['colour']"),
         "pickle": ("UsageError", "can't be pickled or deep-copied"),
         "deepcopy": ("UsageError", "can't be pickled or deep-copied"),

@@ -241,6 +241,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("stop strings", lambda: generate(model, [[5]], stop_strings=["a"]))
     attempt("bad words in text", lambda: generate(model, [[5]][world.rank :], bad_words_ids="x"))
     attempt("drafts by some layers", lambda: generate(model, [[5]], assistant_early_exit=1))
+    attempt("drafts by many ranks", lambda: generate(model, [[5]], assistant_model=with_own_block))
     attempt("an option that nobody knows", lambda: generate(model, [[5]], colour=3))
     attempt("graphs", lambda: generate(model, [[5]], graphs=8))
     two, cache = [[5], [6]], DynamicCache()
