@@ -150,6 +150,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "a cache of two batches": ("ConfigError", "past_key_values for 2 batches"),
         "its newer name": ("ConfigError", "cache for 2 batches"),
         "inside a step": ("UsageError", "leave the step first"),
+        "a stream that nobody reads on": (NOTHING,),
         "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep"),
         "a forward broken off": ("UsageError", "between two layers"),
         "generate after it": (NOTHING,),

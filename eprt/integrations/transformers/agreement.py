@@ -298,9 +298,12 @@ def lockstep(model: nn.Module) -> Iterator[None]:
     expert_layers(model)  # built now, if need be
     early = _meet_before_fsdp(model, agreement) if shares_dense_weights(model) else nullcontext()
     agreement.in_lockstep = True
+    closed: GeneratorExit | None = None
     try:
         with early:
             yield
+    except GeneratorExit as leaving:  # of a generator around the block that nobody reads on: this rank is out
+        closed = leaving
     except Exception as error:
         agreement.tell(error)
         raise
@@ -308,6 +311,8 @@ def lockstep(model: nn.Module) -> Iterator[None]:
         agreement.in_lockstep = False
     while agreement.meet(None):
         idle_step(model)
+    if closed is not None:
+        raise closed
 
 
 @contextmanager

@@ -253,6 +253,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
             generate(model, [[5]])
 
     attempt("inside a step", inside_a_step)
+    attempt("a stream that nobody reads on", lambda: next(stream(model, ids)) if world.rank == 0 else [*stream(model)])
     attempt("inside lockstep", lambda: inside_lockstep(model, world.rank == 0))
     model.config.output_router_logits = True
     attempt("router logits in the config later", lambda: model(ids))
@@ -298,6 +299,14 @@ def inside_lockstep(model, generates: bool) -> None:
     with lockstep(model):
         if generates:
             generate(model, [[5]])
+
+
+def stream(model, *batches):
+    from eprt.integrations.transformers import lockstep
+
+    with torch.no_grad(), lockstep(model):
+        for batch in batches:
+            yield model(batch).logits
 
 
 def load_lean(context: RankContext, folder: str) -> tuple[int, int, int]:
