@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.builders import NOTHING
+from support.cases import tiny_families
 from support.cases.model_checkpoints import DIALECTS, WRITERS
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
@@ -130,7 +132,9 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "generate too early": ("UsageError", "call parallelize(model, world)"),
         "twice": ("UsageError", "parallelized already"),
         "router logits in a call": ("UnsupportedError", "output_router_logits=True"),
+        "router logits without the head": ("UnsupportedError", "output_router_logits=True"),
         "save": ("UsageError", "save_pretrained"),
+        "push": ("UsageError", "save_pretrained"),
         "state": ("UsageError", "state_dict or save_pretrained"),
         "part of the state": ("UsageError", "state_dict or save_pretrained"),
         "load state": ("UsageError", "load_state_dict into a parallelized model"),
@@ -146,6 +150,11 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "a cache of two batches": ("ConfigError", "past_key_values for 2 batches"),
         "its newer name": ("ConfigError", "cache for 2 batches"),
         "inside a step": ("UsageError", "leave the step first"),
+        "a stream that nobody reads on": (NOTHING,),
+        "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep"),
+        "a forward broken off": ("UsageError", "between two layers"),
+        "generate after it": (NOTHING,),
+        "backward to a router": ("UsageError", "has no gradient"),
         "router logits in the config later": ("UnsupportedError", "output_router_logits=True"),
         "pickle own block": ("UsageError", "can't be pickled or deep-copied"),
         "deepcopy own block": ("UsageError", "can't be pickled or deep-copied"),
@@ -163,6 +172,8 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "a config of JSON": ("ConfigError", "transformers refuses: AttributeError: 'dict' object has no attribute"),
         "stop strings": ("ConfigError", "need the model's tokenizer"),
         "bad words in text": ("ConfigError", "refuses: ValueError: `bad_words_ids` has to be a non-empty list"),
+        "drafts by some layers": ("ConfigError", "assistant_early_exit=1", "pass assistant_model or prompt_lookup"),
+        "drafts by many ranks": ("ConfigError", "assistant_model is a parallelized JambaForCausalLM"),
         "an option that nobody knows": ("ConfigError", "refuses: ValueError", "['colour']"),
         "pickle": ("UsageError", "can't be pickled or deep-copied"),
         "deepcopy": ("UsageError", "can't be pickled or deep-copied"),
@@ -237,6 +248,35 @@ def test_an_auto_class_leaves_experts_out_too(tmp_path: Path) -> None:
         pickle.dumps(model)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "afmoe"])
+def test_adapters_of_experts_would_be_lost(name: str, tmp_path: Path) -> None:
+    """PEFT isn't installed here: what it leaves on a model are its configs, wrappers, and `get_base_model`."""
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    def fresh():
+        return make_model(RECIPES[name]) if name in RECIPES else tiny_families.tiny_model(name)
+
+    def adapted(model, **targets):
+        model.peft_config = {"mine": SimpleNamespace(**targets)}
+        return model
+
+    fresh().save_pretrained(tmp_path)
+    held = adapted(fresh(), target_modules={"experts"})
+    block = held.model.layers[1].mlp
+    block.experts = torch.nn.ModuleDict({"base_layer": block.experts})
+    with World.from_env("cpu") as world:
+        for targets in (
+            {"target_modules": {"q_proj"}, "target_parameters": ["experts.gate_up_proj"]},
+            {"target_modules": r".*\.1\.mlp\.experts\.down_proj"},
+        ):
+            with pytest.raises(ConfigError, match=r"changes model\.layers\.\d\.mlp\.experts\.\w+_proj, .* merge it"):
+                parallelize(adapted(load_without_experts(tmp_path), **targets), world)
+        with pytest.raises(ConfigError, match=r"adapter \(mine\) changes model\.layers\.1\.mlp\.experts, which"):
+            parallelize(held, world, checkpoint=tmp_path)
+        kept = adapted(load_without_experts(tmp_path), target_modules={"q_proj"}, target_parameters=None)
+        assert parallelize(SimpleNamespace(get_base_model=lambda: kept), world)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -259,6 +299,8 @@ def test_fields_of_the_config_and_folders_are_options_too(tmp_path: Path, option
     assert model.model.layers[0].mlp.checkpoint == Path("inner")
     with pytest.raises(UsageError, match=r"save_pretrained .* without its experts"):
         model.save_pretrained("saved")
+    with pytest.raises(UsageError, match=r"save_pretrained .* without its experts"):
+        model.push_to_hub("nobody/nowhere")
     assert not Path("saved").exists()
 
 

@@ -62,6 +62,9 @@ class Place:
         tokens_per_rank: None = None,  # the step says how many
     ) -> torch.Tensor:
         """Returns the layer's output, whose gradient is refused. Errors say what a rank without a batch has to do."""
+        weights = None if routing is None else routing.weights
+        if routing is not None:
+            routing = TopK(routing.ids, routing.weights.detach())
         if torch.compiler.is_compiling():
             with torch.no_grad():  # what the ranks agree on stays inside the operator
                 output = compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
@@ -70,8 +73,8 @@ class Place:
             output = torch.zeros_like(hidden_states)
         else:
             output = self._call(hidden_states, routing, token_ids)
-        if torch.is_grad_enabled() and hidden_states.requires_grad:
-            output = _NoBackward.apply(output, hidden_states)
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or (weights is not None and weights.requires_grad)):
+            output = _NoBackward.apply(output, hidden_states, weights)
         return output
 
     def idle(self) -> None:
@@ -114,6 +117,7 @@ class ForwardAgreement:
         idle: replaces the places' own step of a rank without tokens.
         decode: graphs of the model that an earlier `generate` captured, or why it couldn't.
         told_of_state: whether `generate` has said that prompts of equal length share a batch.
+        in_lockstep: whether this rank is inside of `lockstep`.
     """
 
     def __init__(self, places: list[Place], calls: list[Place]) -> None:
@@ -122,6 +126,7 @@ class ForwardAgreement:
         self.idle: Callable[[], None] | None = None
         self.decode: object = None
         self.told_of_state = False
+        self.in_lockstep = False
         self._silent = False
         self._step: AbstractContextManager[Step] | None = None
         self._met = self._broken_off = False
@@ -297,21 +302,33 @@ def lockstep(model: nn.Module) -> Iterator[None]:
     Collective: every rank enters. An exception that leaves the block on one rank is raised on all.
 
     Raises:
-        UsageError: the model has no expert-parallel layers, or a step is open. RankLost: a rank died or fell behind.
+        UsageError: the model has no expert-parallel layers, or a step or a lockstep is open. RankLost: a rank died or
+            fell behind.
     """
     agreement = agreement_of(model)
+    if agreement.in_lockstep:  # a rank that leaves the inner one and a rank that leaves the outer can't be told apart
+        raise UsageError("lockstep or generate inside of lockstep: leave it first; generate keeps ranks in step itself")
+    agreement.end()  # a forward that an exception broke off between two layers
     if agreement.world.current_step is not None:
         raise UsageError("lockstep or generate inside of World.step: leave the step first, each forward opens its own")
     expert_layers(model)  # built now, if need be
     early = _meet_before_fsdp(model, agreement) if shares_dense_weights(model) else nullcontext()
+    agreement.in_lockstep = True
+    closed: GeneratorExit | None = None
     try:
         with early:
             yield
+    except GeneratorExit as leaving:  # of a generator around the block that nobody reads on: this rank is out
+        closed = leaving
     except Exception as error:
         agreement.tell(error)
         raise
+    finally:
+        agreement.in_lockstep = False
     while agreement.meet(None):
         idle_step(model)
+    if closed is not None:
+        raise closed
 
 
 @contextmanager
@@ -338,12 +355,15 @@ def shares_dense_weights(model: nn.Module) -> bool:
 
 
 class _NoBackward(torch.autograd.Function):
-    """Refuses a backward pass, which would silently leave the experts' part out: the layers are for inference."""
+    """Refuses a backward pass, which would silently leave out the experts' part, and the router's: the layers are for
+    inference."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, output: torch.Tensor, hidden_states: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, compiled.refuse_backward(gradients[0])
+        return None, compiled.refuse_backward(gradients[0]), None

@@ -71,7 +71,7 @@ def _hashes(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def keep_in_place(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Lets `model.to`, `half`, `cuda` and the like raise UsageError where they would move or convert the model,
-    `save_pretrained` and pickle in any case."""
+    `save_pretrained`, `push_to_hub` and pickle in any case."""
     apply: Callable[..., Any] = model._apply
 
     def apply_nowhere_else(fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **given: Any) -> Any:
@@ -84,7 +84,8 @@ def keep_in_place(model: Any, device: torch.device, dtype: torch.dtype) -> None:
         return apply(fn, *args, **given)
 
     model.__dict__["_apply"] = apply_nowhere_else
-    model.__dict__["save_pretrained"] = _refuse_to_save
+    for name in ("save_pretrained", "push_to_hub"):  # the latter would make an empty repository first
+        model.__dict__[name] = _refuse_to_save
     model.__dict__["__reduce_ex__"] = refuse_to_copy  # pickle meets the class that `load_without_experts` made first
 
 

@@ -52,7 +52,7 @@ def register_expert_parallel(runtime: RuntimeConfig | None = None, name: str = "
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             self.place.top_k = top_k_index.shape[-1]
-            routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.detach().float().contiguous())
+            routing = TopK(top_k_index.to(torch.int32).contiguous(), top_k_weights.float().contiguous())
             return self.place(hidden_states.contiguous(), routing)
 
     EPImplementationInterface.register(name, EprtExpertParallel)

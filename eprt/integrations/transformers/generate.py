@@ -309,9 +309,26 @@ def _check(model: nn.Module, world: World | None, batch_size: Any, options: dict
             raise ConfigError(
                 f"{name}={value!r}: generate returns one list of tokens a prompt; repeat the prompt instead"
             )
+    if agreement_of(model).world.size > 1:
+        _check_drafts(model, options)
     for name in ("synced_gpus", "streamer", "inputs", "input_ids", "attention_mask"):
         if name in options:
             raise ConfigError(f"{name} is set by generate itself (streaming: on_token)")
+
+
+def _check_drafts(model: nn.Module, options: dict[str, Any]) -> None:
+    """Raises ConfigError if drafts need ranks that compute for the model's own forwards."""
+    if layers := option_of(model, options, "assistant_early_exit"):
+        raise ConfigError(
+            f"assistant_early_exit={layers}: drafts by a part of the layers leave the others without this rank; pass "
+            "assistant_model or prompt_lookup_num_tokens"
+        )
+    assistant = options.get("assistant_model")
+    if isinstance(assistant, nn.Module) and any("eprt_place" in module.__dict__ for module in assistant.modules()):
+        raise ConfigError(
+            f"assistant_model is a parallelized {type(assistant).__name__}, whose forwards need all ranks as well: "
+            "pass one that each rank holds whole"
+        )
 
 
 def _check_seeds(model: nn.Module, count: int, seeds: Any, options: dict[str, Any]) -> None:

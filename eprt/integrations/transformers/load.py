@@ -29,11 +29,16 @@ _PLAIN = ("BF16", "F32", "F16", "I64", "I32", "BOOL")
 
 
 class Placeholder(nn.Module):
-    """Keeps a place for an expert-parallel layer; `checkpoint` is the directory of its experts."""
+    """Keeps a place for an expert-parallel layer.
 
-    def __init__(self, checkpoint: Path) -> None:
+    Attributes:
+        checkpoint: the directory of its experts.
+        names: those of the modules and parameters of the block that was there.
+    """
+
+    def __init__(self, checkpoint: Path, names: list[str]) -> None:
         super().__init__()
-        self.checkpoint = checkpoint
+        self.checkpoint, self.names = checkpoint, names
 
     forward = refuse_to_run
 
@@ -92,7 +97,8 @@ def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
         ignored = [rf"^{re.escape(path)}\." for path in empty(self)]
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
-    members = {"__init__": init, "save_pretrained": _refuse_to_save, "__module__": base.__module__}
+    members: dict[str, Any] = {"__init__": init, "__module__": base.__module__}
+    members |= dict.fromkeys(("save_pretrained", "push_to_hub"), _refuse_to_save)
     return type(base.__name__, (base,), members)
 
 
@@ -105,10 +111,15 @@ def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
 
 def _hold_places(model: Any, paths: list[str], directory: Path) -> list[str]:
     for path in paths:
-        block_at(model, path)
+        block = block_at(model, path)
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, Placeholder(directory))
+        setattr(model.get_submodule(parent), name, Placeholder(directory, names_inside(path, block)))
     return paths
+
+
+def names_inside(path: str, block: nn.Module) -> list[str]:
+    """Returns the dotted names of a block's modules and parameters."""
+    return [f"{path}.{name}" for found in (block.named_modules(), block.named_parameters()) for name, _ in found]
 
 
 def block_at(model: nn.Module, path: str) -> nn.Module:

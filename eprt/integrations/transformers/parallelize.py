@@ -15,9 +15,10 @@ from torch import nn
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, aligned
 from eprt.graphs.recording import refusal_of
-from eprt.integrations.transformers.agreement import Place, agreement_of
+from eprt.integrations.transformers.adapters import require_none_inside, without_wrapper
+from eprt.integrations.transformers.agreement import ForwardAgreement, Place, agreement_of
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
-from eprt.integrations.transformers.load import SAME_MODEL, Placeholder, block_at, find_checkpoint
+from eprt.integrations.transformers.load import SAME_MODEL, Placeholder, block_at, find_checkpoint, names_inside
 from eprt.integrations.transformers.spread import spread
 from eprt.layer import ExpertParallelMoE
 from eprt.models import LayerParts, ModelFamily, build_layer, family_for, has_family, load_layer
@@ -63,7 +64,7 @@ def parallelize(
 
     Args:
         model: a transformers model on the world's device: of a family in `eprt.models.FAMILIES`, or any with experts
-            modules, of which transformers' own code then keeps router and block.
+            modules, of which transformers' own code then keeps router and block. Of a `PeftModel` the one inside.
         runtime: capacity, backends, validation. On several GPUs `layer_graphs` is on where the pair can be captured,
             unless it says otherwise: calls in `World.step` of up to 128 tokens per rank cost the host one launch then.
         checkpoint: the directory or hub id of the experts; only this rank's bytes are read. None takes the model's own
@@ -82,6 +83,7 @@ def parallelize(
         CheckpointError: a file or tensor is wrong, the same on every rank. Load the model again: blocks before it are
             replaced.
     """
+    model = without_wrapper(model)
     config = _config_of(model)
     _require_own_batches(model, world)
     placed: PlacementFile | None = None
@@ -102,8 +104,7 @@ def parallelize(
             layers.append(layer)
             if on_layer is not None:
                 on_layer(len(layers), len(numbers))
-    agreement_of(model)
-    model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+    _refuse_router_logits(model, agreement_of(model))
     keep_in_place(model, world.device, _dtype_of(model))
     return layers
 
@@ -187,14 +188,22 @@ def _dtype_of(model: Any) -> torch.dtype:
     return model.get_input_embeddings().weight.dtype
 
 
-def _refuse_router_logits(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuses router logits before each forward: transformers doesn't find routers inside the layers."""
-    asked, config = kwargs.get("output_router_logits"), model.config
-    if getattr(config, "output_router_logits", False) if asked is None else asked:
-        refused = (
-            "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
-        )
-        agreement_of(model).places[0].layer.dispatcher.refuse(UnsupportedError(refused))
+def _refuse_router_logits(model: nn.Module, agreement: ForwardAgreement) -> None:
+    """Lets each forward that is asked for router logits raise UnsupportedError, that of the model without its head
+    too: transformers doesn't find routers inside the layers, and would hand out none."""
+    from transformers import PreTrainedModel
+
+    def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_router_logits")
+        if getattr(module.config, "output_router_logits", False) if asked is None else asked:
+            refused = (
+                "output_router_logits=True: a parallelized model doesn't hand its routers' logits out; call it without"
+            )
+            agreement.places[0].layer.dispatcher.refuse(UnsupportedError(refused))
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
 def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | None) -> Checkpoint:
@@ -206,6 +215,9 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
         raise ConfigError(f"the {config.get('model_type')} model has no MoE layers")
     blocks = [block_at(model, path) for path in paths]
     _require_loaded(model, paths, blocks, checkpoint)
+    left_out = [name for block in blocks if isinstance(block, Placeholder) for name in block.names]
+    held = [name for path, block in zip(paths, blocks, strict=True) for name in names_inside(path, block)]
+    require_none_inside(model, held, left_out)
     lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
     place = checkpoint if checkpoint is not None or not lean else lean[0]
     if place is None:

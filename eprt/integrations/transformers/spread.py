@@ -20,6 +20,7 @@ from torch import nn
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
+from eprt.integrations.transformers.adapters import require_none_inside
 from eprt.integrations.transformers.agreement import NUMBER, Place, layer_numbers
 from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
 from eprt.integrations.transformers.experts import (
@@ -147,7 +148,7 @@ def _install(experts: Any, layer: ExpertParallelMoE, dtype: torch.dtype) -> None
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x, ids = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous(), top_k_index.to(torch.int32)
-        weights = top_k_weights.detach().float()
+        weights = top_k_weights.float()
         output = place(x, TopK(ids.clamp(max=E).contiguous(), weights.contiguous()))
         if identities:  # LongCat-Flash: ids from E on return the token itself
             output = output + x * torch.where(ids >= E, weights, 0.0).sum(dim=1, keepdim=True).to(x.dtype)
@@ -183,6 +184,9 @@ class _Source:
         if self.dtype not in _PLAIN:
             raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
         require_loaded(model, tuple(f"{path}." for path in self.modules))
+        left_out = {path: m for path, m in self.modules.items() if "eprt_left_out" in m.__dict__}
+        names = (f"{path}.{name}" for path, m in left_out.items() for name in self.parameters(m))
+        require_none_inside(model, self.modules, names)
 
     def close(self) -> None:
         """Closes what the experts were read from."""

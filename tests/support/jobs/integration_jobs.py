@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from eprt.config import RuntimeConfig
+from eprt.errors import UsageError
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S, said
@@ -191,7 +192,13 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     with_own_block = tiny_families.tiny_model("jamba")
     one_layers = PlacementFile(tiny_families.NUM_EXPERTS, world.size, {0: tuple(range(tiny_families.NUM_EXPERTS))})
     attempt("one layer's placement", lambda: parallelize(with_own_block, world, runtime, placement=one_layers))
-    for layer in parallelize(with_own_block, world, runtime):
+    own_layers = parallelize(with_own_block, world, runtime)
+    attempt("a forward broken off", lambda: broken_off(with_own_block))
+    attempt("generate after it", lambda: generate(with_own_block, [[5]], max_new_tokens=1))
+    with_own_block.model.layers[0].feed_forward.router.requires_grad_(True)
+    with_own_block.lm_head.requires_grad_(True)
+    attempt("backward to a router", lambda: with_own_block(torch.tensor([[5]])).logits.sum().backward())
+    for layer in own_layers:
         layer.close()
     attempt("twice own block", lambda: parallelize(with_own_block, world, runtime))
     attempt("pickle own block", lambda: pickle.dumps(with_own_block))
@@ -208,7 +215,9 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     ids = torch.tensor([[5, 6, 7]])
     attempt("twice", lambda: parallelize(model, world, runtime))
     attempt("router logits in a call", lambda: model(ids, output_router_logits=True))
+    attempt("router logits without the head", lambda: model.model(ids, output_router_logits=True))
     attempt("save", lambda: model.save_pretrained("/nowhere"))
+    attempt("push", lambda: model.push_to_hub("nobody/nowhere"))
     attempt("state", model.state_dict)
     attempt("part of the state", model.model.state_dict)
     attempt("load state", lambda: model.load_state_dict(fresh().state_dict(), strict=False))
@@ -231,6 +240,8 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("a config of JSON", lambda: generate(model, [[5]][world.rank :], generation_config={"do_sample": False}))
     attempt("stop strings", lambda: generate(model, [[5]], stop_strings=["a"]))
     attempt("bad words in text", lambda: generate(model, [[5]][world.rank :], bad_words_ids="x"))
+    attempt("drafts by some layers", lambda: generate(model, [[5]], assistant_early_exit=1))
+    attempt("drafts by many ranks", lambda: generate(model, [[5]], assistant_model=with_own_block))
     attempt("an option that nobody knows", lambda: generate(model, [[5]], colour=3))
     attempt("graphs", lambda: generate(model, [[5]], graphs=8))
     two, cache = [[5], [6]], DynamicCache()
@@ -242,6 +253,8 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
             generate(model, [[5]])
 
     attempt("inside a step", inside_a_step)
+    attempt("a stream that nobody reads on", lambda: next(stream(model, ids)) if world.rank == 0 else [*stream(model)])
+    attempt("inside lockstep", lambda: inside_lockstep(model, world.rank == 0))
     model.config.output_router_logits = True
     attempt("router logits in the config later", lambda: model(ids))
     model.config.output_router_logits = False
@@ -265,6 +278,35 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     for layer in layers:
         layer.close()
     return found
+
+
+def broken_off(model) -> None:
+    """A forward that ends between two expert layers."""
+
+    def out_of_memory(*_) -> None:
+        raise UsageError("between two layers")
+
+    second = model.model.layers[1].register_forward_pre_hook(out_of_memory)
+    try:
+        model(torch.tensor([[5]]))
+    finally:
+        second.remove()
+
+
+def inside_lockstep(model, generates: bool) -> None:
+    from eprt.integrations.transformers import generate, lockstep
+
+    with lockstep(model):
+        if generates:
+            generate(model, [[5]])
+
+
+def stream(model, *batches):
+    from eprt.integrations.transformers import lockstep
+
+    with torch.no_grad(), lockstep(model):
+        for batch in batches:
+            yield model(batch).logits
 
 
 def load_lean(context: RankContext, folder: str) -> tuple[int, int, int]:
