@@ -261,13 +261,10 @@ class PlanExperts(_Plugins, _Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(_Plugins, _Json):
-    """A report to paste into an issue: versions, devices, links, and which backends work here and why not.
-
-    torchrun takes --run for an option of its own, unless -- stands before: torchrun -m eprt -- doctor --run.
-    """
+    """A report to paste into an issue: versions, devices, links, and which backends work here and why not."""
 
     run: bool = False
-    """Also run the conformance cases here: gloo ranks on the CPU, and all GPUs if there are any."""
+    """Also run the conformance cases: on CPU ranks, and all GPUs if any. Under torchrun: -m eprt -- doctor --run."""
     faults: bool = False
     """Also break ranks on purpose, time how soon the others report it, and see that they go on where they are to."""
     device: Literal["cpu", "cuda"] = "cpu"
