@@ -30,6 +30,7 @@ from eprt.cli.bench import (
     say_more_replicas,
 )
 from eprt.cli.explain import kinds_of_layers
+from eprt.cli.parsing import changed
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Column, Terminal, columns
 from eprt.config import ParallelConfig
@@ -72,11 +73,11 @@ def bench_dispatch(arguments: BenchDispatch, terminal: Terminal) -> int:
 def _require_one_kind(arguments: BenchDispatch) -> None:
     """Raises ConfigError for flags that would do nothing: a simulation's without --simulate, or a measurement's with
     it; and for lists of nothing."""
-    unset, asked = BenchDispatch(), arguments.simulation
-    if not arguments.simulate and asked != unset.simulation:
+    asked = arguments.simulation
+    if not arguments.simulate and asked != BenchDispatch().simulation:
         of_simulations = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(asked))
         raise ConfigError(f"{of_simulations} are of worlds that are simulated: add --simulate")
-    if arguments.simulate and any(getattr(arguments, name) != getattr(unset, name) for name in MEASURED):
+    if arguments.simulate and changed(arguments, MEASURED):
         raise ConfigError(f"--{', --'.join(MEASURED)} are of what is measured: --simulate takes --ranks and --routing")
     require_names("--shapes", arguments.shapes)
     require_names("--routings", arguments.routings)

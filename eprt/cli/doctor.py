@@ -16,6 +16,7 @@ import torch
 from eprt import diagnosis
 from eprt.bench.report import Report, provenance, this_command
 from eprt.cli.arguments import Doctor
+from eprt.cli.parsing import changed
 from eprt.cli.ranks import ranks, world_size
 from eprt.cli.terminal import Column, Terminal, columns, counted
 from eprt.conformance.checks import Check, CheckRow, run_checks, standard_checks, summarize
@@ -70,12 +71,12 @@ def doctor(arguments: Doctor, terminal: Terminal) -> int:
 
 
 def _require_use(arguments: Doctor) -> None:
-    of_faults = ("device", "trials", "seeds", "jobs", "output", "resume")
-    given = [f"--{name}" for name in of_faults if getattr(arguments, name) != getattr(Doctor, name)]
+    """Raises ConfigError for options that would do nothing."""
+    given = changed(arguments, ("device", "trials", "seeds", "jobs", "output", "resume"))
     if given and not arguments.faults:
         raise ConfigError(f"{', '.join(given)}: of the trials of --faults: add it; --json prints the whole report")
     cpu = arguments.run or (arguments.faults and arguments.device == "cpu")
-    if arguments.world != Doctor.world and not cpu:
+    if changed(arguments, ("world",)) and not cpu:
         raise ConfigError(
             f"--world {arguments.world}: CPU ranks of --run, and of --faults with --device cpu: add one of them, or "
             "leave it out; on GPUs there is a rank for each"

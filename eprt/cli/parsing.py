@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass, replace
 from functools import reduce
 from operator import or_
@@ -67,6 +67,13 @@ def parse(words: Sequence[str] | None = None) -> Any:
     bench = make_dataclass("Bench", [])
     bench.__doc__ = _BENCH
     return _parse(_any_of({**kinds, "bench": bench}), "eprt", _without_flags(words), _ABOUT)
+
+
+def changed(arguments: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Returns those of a command's options that aren't at their defaults: values by flag."""
+    values = {name: getattr(arguments, name) for name in names}
+    kind = type(arguments)
+    return {f"--{name.replace('_', '-')}": value for name, value in values.items() if value != getattr(kind, name)}
 
 
 def _without_flags(words: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from eprt.balance.moving import transfers
 from eprt.balance.planner import imbalance, plan_placement, rank_loads
 from eprt.cli.arguments import PlanExperts
 from eprt.cli.explain import kinds_of_layers
+from eprt.cli.parsing import changed
 from eprt.cli.terminal import Terminal, columns
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import ConfigError
@@ -66,8 +67,8 @@ def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
 
 def _require_model_for_estimate(arguments: PlanExperts) -> None:
     """Raises ConfigError for options of the estimate where nothing is estimated: they would do nothing."""
-    given = {name: getattr(arguments, name) for name in ("tokens", "device", "phase")}
-    asked = " ".join(f"--{name} {value}" for name, value in given.items() if value != getattr(PlanExperts, name))
+    given = changed(arguments, ("tokens", "device", "phase"))
+    asked = " ".join(f"{flag} {value}" for flag, value in given.items())
     if arguments.model is None and asked:
         raise ConfigError(
             f"{asked}: of the estimate of what a placement brings, which depends on the experts' sizes: name the model "
