@@ -63,7 +63,7 @@ class Place:
     ) -> torch.Tensor:
         """Returns the layer's output, whose gradient is refused. Errors say what a rank without a batch has to do."""
         weights = None if routing is None else routing.weights
-        if routing is not None:
+        if routing is not None and routing.weights.requires_grad:
             routing = TopK(routing.ids, routing.weights.detach())
         if torch.compiler.is_compiling():
             with torch.no_grad():  # what the ranks agree on stays inside the operator
