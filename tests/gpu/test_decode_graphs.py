@@ -45,20 +45,19 @@ def runtime_or_skip(model: tuple[Path, dict, int], dispatcher: str) -> RuntimeCo
 
 @pytest.mark.parametrize("dispatcher", GRAPH_SAFE)
 def test_replayed_steps_choose_what_eager_steps_choose(pool, model, dispatcher: str) -> None:
-    arguments = {"folder": str(model[0]), "prompts": PROMPTS, "dtype": torch.bfloat16, "options": OPTIONS, "calls": 2}
-    check_replayed(pool.run(jobs.replayed_and_eager, runtime=runtime_or_skip(model, dispatcher), **arguments))
+    check_replayed(pool, model[0], runtime_or_skip(model, dispatcher))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_omni_moe", "glm4v_moe", "ernie4_5_vl_moe"])
 def test_replayed_steps_of_models_whose_positions_have_axes(pool, family: str, tmp_path: Path) -> None:
     """[3 or 4, rows, tokens] of them."""
     tiny_families.tiny_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
-    runtime = RuntimeConfig(dispatcher="symm", executor="torch_grouped", max_tokens_per_rank=64)
-    arguments = {"folder": str(tmp_path), "prompts": PROMPTS, "dtype": torch.bfloat16, "options": OPTIONS, "calls": 2}
-    check_replayed(pool.run(jobs.replayed_and_eager, runtime=runtime, **arguments))
+    check_replayed(pool, tmp_path, RuntimeConfig(dispatcher="symm", executor="torch_grouped", max_tokens_per_rank=64))
 
 
-def check_replayed(found: list[dict[str, Any]]) -> None:
+def check_replayed(pool: Any, folder: Path, runtime: RuntimeConfig) -> None:
+    arguments = {"folder": str(folder), "prompts": PROMPTS, "dtype": torch.bfloat16, "options": OPTIONS, "calls": 2}
+    found = pool.run(jobs.replayed_and_eager, runtime=runtime, **arguments)
     for rank, each in enumerate(found):
         assert each["warned"] == []
         eager, (_, replayed) = each["eager"], each["replayed"]

@@ -102,16 +102,15 @@ def batch_continuously(
     """What transformers' continuous batching adds to this rank's prompts, in lockstep with the other ranks."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    from eprt.integrations.transformers import load_without_experts, lockstep, parallelize
+    from eprt.integrations.transformers import expert_layers, lockstep
 
-    model = load_without_experts(folder, dtype=torch.float32).eval()
-    layers = parallelize(model, context.world(timeout_s=BEHIND_S), RUNTIME)
+    model = without_experts(context, folder, torch.float32)
     batching = ContinuousBatchingConfig(max_batch_tokens=64, num_blocks=8, use_cuda_graph=False)
     answers = {}
     with lockstep(model):
         if own := prompts[context.rank]:
             answers = model.generate_batch(own, GenerationConfig(**options), batching)
-    for layer in layers:
+    for layer in expert_layers(model):
         layer.close()
     return [answers[name].generated_tokens for name in sorted(answers)]
 
