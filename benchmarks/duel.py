@@ -180,7 +180,7 @@ def duel(a: argparse.Namespace, report: Report, logs: Path, run: Run, most: int)
             say(f"  memory: {rows[0]['memory']}")
         for row in rows:
             what = f"{row['what']} of" if "what" in row else "a step,"
-            say(f"  {row['step_ms']:9.3f} ms {what} {row['batch']} sequences")
+            say(f"  {row['step_ms']:9.3f} ms {what} {row['batch']} {row.get('unit', 'sequences')}")
         if a.json:
             report.write(a.json)
     return good

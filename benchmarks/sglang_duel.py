@@ -9,7 +9,8 @@ again after loading). `--dp` above 1 is data-parallel attention, experts paralle
 `--plugins none none:marlin eprt` has several of SGLang's runners as peers: the quickest one is compared. Both engines
 have the same attention backend, `--attention`. A step is what SGLang's own counter says of stretches of
 `--tokens` / 6 decode steps of all sequences without a prefill. Each batch is measured `--rounds` times in each of
-`--starts` starts; what is compared is the median of all stretches.
+`--starts` starts; what is compared is the median of all stretches. With `--prompts` both engines have SGLang's default,
+CUDA graphs of prefill, and prompts of these lengths are sent one by one.
 
 Memory of a GPU is the most in use by all its processes, and what its weights took by SGLang's log. By default SGLang
 fills what is left with its KV cache: `--engine '{"max_total_tokens": 65536}'` gives both engines the same.
@@ -34,6 +35,7 @@ def main() -> int:
     options = duel.parser(__doc__ or "", "SGLang")
     options.add_argument("--attention", default="triton", help="attention backend of both engines")
     options.add_argument("--engine", type=json.loads, default={}, help="more of SGLang's arguments, of both, as JSON")
+    options.add_argument("--prompts", type=int, nargs="*", default=[], help="also measure first tokens of such lengths")
     options.add_argument("--profile", type=int, help="also trace 32 tokens of so many sequences, into --logs")
     return duel.play(options, "SGLang", ENTRY, run, most_tokens, limit)
 

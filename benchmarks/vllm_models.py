@@ -11,6 +11,7 @@ from typing import Any
 from eprt.models.published import MODELS as PUBLISHED
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FP8_TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic"}  # one scale each
 COMMON = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -96,6 +97,7 @@ TINY = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     "qwen3-30b-fp8": QWEN3 | {"quantization_config": FP8},
+    "qwen3-30b-fp8-tensor": QWEN3 | {"quantization_config": FP8_TENSOR},
     "qwen3-fp8": WIDE_QWEN3,
     "deepseek-v3": DEEPSEEK_V3,
     "gemma-4": GEMMA4,
@@ -108,6 +110,7 @@ LAYERS = {
     "gpt-oss-20b": 24,
     "qwen3": 24,
     "qwen3-30b-fp8": 48,
+    "qwen3-30b-fp8-tensor": 24,
     "qwen3-fp8": 4,
     "deepseek-v3": 5,
     "gemma-4": 30,
@@ -127,7 +130,7 @@ def make_model(name: str, layers: int, models_in: Path, *, tiny: bool) -> Path:
         if "quantization_config" in config:  # routers are never in FP8; vLLM has no FP8 linear layers on CPU
             kept = ["mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo" if tiny)]
             ignored = [f"model.layers.{i}.{name}" for i in range(layers) for name in kept]
-            config["quantization_config"] = FP8 | {"ignored_layers": ignored}
+            config["quantization_config"] = config["quantization_config"] | {"ignored_layers": ignored}
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder

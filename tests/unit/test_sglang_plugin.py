@@ -84,8 +84,17 @@ def test_capacity_is_the_largest_batch_of_a_rank() -> None:
     assert most(True, chunked_prefill_size=-1) == 16384
     assert most(True, chunked_prefill_size=256) == 512  # a captured batch may be larger
     assert most(True, chunked_prefill_size=256, max_running_requests=600) == 600
+    captured = SimpleNamespace(prefill=SimpleNamespace(backend="breakable", max_bs=1024))
+    assert most(True, chunked_prefill_size=256, cuda_graph_config=captured) == 1024
 
 
+ALONE: dict[str, Any] = {
+    "tp_size": 1,
+    "dp_size": 1,
+    "ep_size": 1,
+    "enable_dp_attention": False,
+    "cuda_graph_config": None,
+}
 FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"device": "xpu"}, "xpu"),
     ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend deepep"),
@@ -109,7 +118,8 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"weight_cache_mode": "client"}, "--weight-cache-mode client"),
     ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap"),
     ({"enable_torch_compile": True}, "--enable-torch-compile"),
-    ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))}, "--disable-prefill-cuda"),
+    ({"cuda_graph_backend_prefill": "tc_piecewise"}, "tc_piecewise compiles the experts' call"),
+    ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="tc_piecewise"))}, "tc_piecewise compiles"),
 ]
 
 
@@ -234,16 +244,56 @@ def test_new_weights_that_came_in_part_wait(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "off"), [({}, True), ({"enable_eplb": True}, False), ({"cuda_graph_backend_prefill": "breakable"}, False)]
-)
-def test_defaults_that_are_off_where_eprt_runs_layers(flags: dict[str, Any], off: bool) -> None:
-    """Before SGLang resolves its arguments, where graphs of prefill are its default."""
-    one = arguments(tp_size=1, dp_size=1, ep_size=1, enable_dp_attention=False, cuda_graph_config=None, **flags)
+@pytest.mark.parametrize("flags", [{}, {"enable_eplb": True}])
+def test_shared_experts_are_not_fused_where_eprt_runs_layers(flags: dict[str, Any]) -> None:
+    one = arguments(**ALONE, **flags)
     hooks._arguments_made(SglangState(), lambda args: None, one)
-    assert one.disable_prefill_cuda_graph is off
     assert one.disable_shared_experts_fusion is ("enable_eplb" not in flags)
     assert one.moe_a2a_backend == "none"
+
+
+@pytest.mark.parametrize(
+    ("flags", "default", "resolved"),
+    [
+        ({}, "breakable", "breakable"),
+        ({}, "tc_piecewise", "disabled"),  # Kimi-K2.5 in 0.5.17
+        ({"cuda_graph_backend_prefill": "tc_piecewise"}, "tc_piecewise", "tc_piecewise"),  # the layers will say so
+    ],
+)
+def test_graphs_of_prefill_are_sglangs_default_unless_they_are_compiled(
+    flags: dict[str, Any], default: str, resolved: str
+) -> None:
+    def resolve(args: Any) -> None:
+        args.cuda_graph_config = SimpleNamespace(prefill=SimpleNamespace(backend=default, max_bs=4096))
+
+    one = arguments(**ALONE, **flags)
+    hooks._arguments_made(SglangState(), resolve, one)
+    assert one.cuda_graph_config.prefill.backend == resolved
+    assert one.cuda_graph_backend_prefill == flags.get("cuda_graph_backend_prefill")
+
+
+@pytest.mark.parametrize(
+    ("flags", "latent", "asked"),
+    [
+        ({}, False, "breakable"),
+        ({}, True, None),
+        ({"disable_prefill_cuda_graph": True}, False, None),
+        ({"disable_cuda_graph": True}, False, None),
+        ({"disaggregation_mode": "decode"}, False, None),
+        ({"device": "cpu"}, False, None),
+        ({"cuda_graph_backend_prefill": "full"}, False, "full"),
+    ],
+)
+def test_graphs_of_prefill_are_asked_for_under_eprts_all_to_all(
+    flags: dict[str, Any], latent: bool, asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang switches its default off where it doesn't know who carries the tokens."""
+    monkeypatch.setattr(hooks, "all_to_all_reason", lambda args, given: "")
+    monkeypatch.setattr(supported, "_model_config", lambda args: {"kv_lora_rank": 512} if latent else {})
+    several = arguments(cuda_graph_config=None, **flags)
+    hooks._arguments_made(SglangState(), lambda args: None, several)
+    assert several.moe_a2a_backend == supported.CARRIED
+    assert several.cuda_graph_backend_prefill == asked
 
 
 MXFP4 = MoEConfig(128, 4, 2880, 2880, Activation(alpha=1.702, beta=1.0, limit=7.0), bias=True, weight_format="mxfp4")

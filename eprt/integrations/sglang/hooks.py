@@ -14,7 +14,14 @@ from eprt.integrations.sglang.method import EprtFusedMoEMethod, pass_through
 from eprt.integrations.sglang.parameters import layout_of
 from eprt.integrations.sglang.routing import take_over_gates
 from eprt.integrations.sglang.state import SglangState, name_of
-from eprt.integrations.sglang.supported import CARRIED, all_to_all_reason, require_supported
+from eprt.integrations.sglang.supported import (
+    CARRIED,
+    all_to_all_reason,
+    chooses_prefill_graphs,
+    compiles_prefill,
+    keeps_prefill_graphs,
+    require_supported,
+)
 
 _SRT = "sglang.srt."
 _LAYER = "layers.moe.fused_moe_triton.layer."
@@ -66,20 +73,18 @@ def _arguments_made(state: SglangState, original: Callable[..., None], args: Any
         args.moe_a2a_backend = CARRIED
     elif args.ep_size > 1:
         state.logger.warning("eprt: SGLang carries the tokens between ranks: %s", reason)
-    _make_room(state, args)
-    original(args)
-
-
-def _make_room(state: SglangState, args: Any) -> None:
-    """Switches off two defaults where eprt will run layers: shared experts among the routed, CUDA graphs of prefill."""
     try:
         require_supported(args)
     except FallsBackToEngine:
+        original(args)
         return  # the layers will say so
     args.disable_shared_experts_fusion = True
-    if args.cuda_graph_backend_prefill is None and args.cuda_graph_config is None:
-        args.disable_prefill_cuda_graph = True
-        state.logger.info("eprt: no CUDA graphs of prefill; --cuda-graph-backend-prefill leaves the experts to SGLang")
+    chosen = chooses_prefill_graphs(args)
+    if not chosen and keeps_prefill_graphs(args):
+        args.cuda_graph_backend_prefill = "breakable"
+    original(args)
+    if not chosen and compiles_prefill(args):  # SGLang's default for some models with images
+        args.cuda_graph_config.prefill.backend = "disabled"
 
 
 def _carries_tokens(original: Callable[..., bool], backend: Any) -> bool:

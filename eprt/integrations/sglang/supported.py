@@ -63,8 +63,8 @@ def require_supported(args: Any) -> None:
     def has(name: str) -> bool:
         return bool(getattr(args, name, None))
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     runner, a2a, loaded = args.moe_runner_backend, args.moe_a2a_backend, getattr(args, "load_format", "auto")
+    device = _device(args)
     mode = getattr(args, "weight_cache_mode", "off")
     fall_back(
         [
@@ -97,9 +97,16 @@ def require_supported(args: Any) -> None:
                 "--startup-weight-load-mode overlap prepares experts before they are loaded",
             ),
             (has("enable_torch_compile"), "--enable-torch-compile compiles the experts' call into its graph"),
-            (_prefill_graphs(args), "CUDA graphs of prefill: --disable-prefill-cuda-graph gives the experts to eprt"),
+            (
+                compiles_prefill(args),
+                "--cuda-graph-backend-prefill tc_piecewise compiles the experts' call: breakable leaves it as it is",
+            ),
         ]
     )
+
+
+def _device(args: Any) -> str:
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _context_parallel(args: Any) -> bool:
@@ -107,10 +114,34 @@ def _context_parallel(args: Any) -> bool:
     return any(size > 1 for size in sizes) or bool(getattr(args, "enable_prefill_cp", False))
 
 
-def _prefill_graphs(args: Any) -> bool:
-    """Returns whether the resolved arguments capture prefill; before resolution nothing is known."""
-    phase = getattr(getattr(args, "cuda_graph_config", None), "prefill", None)
-    return getattr(phase, "backend", "disabled") != "disabled" and args.device == "cuda"
+def chooses_prefill_graphs(args: Any) -> bool:
+    """Returns whether flags say how prefill is captured, or that it isn't."""
+    off = args.disable_cuda_graph or args.disable_prefill_cuda_graph
+    return off or args.cuda_graph_backend_prefill is not None or args.cuda_graph_config is not None
+
+
+def keeps_prefill_graphs(args: Any) -> bool:
+    """Returns whether a flag has to ask for CUDA graphs of prefill, which SGLang's default keeps from foreign
+    all-to-alls. All ranks replay them at once, padded to one size, or none does.
+
+    SGLang has none for latent attention (DeepSeek's) and on ranks that only decode.
+    """
+    if args.moe_a2a_backend != CARRIED or _device(args) != "cuda":
+        return False
+    latent = _model_config(args).get("kv_lora_rank") is not None
+    return not latent and getattr(args, "disaggregation_mode", "null") != "decode"
+
+
+def compiles_prefill(args: Any) -> bool:
+    """Returns whether SGLang compiles prefill: by a flag, or by what it makes of its arguments."""
+    backends = [args.cuda_graph_backend_prefill, *(phase.backend for phase in _captured(args, "prefill"))]
+    return "tc_piecewise" in backends and _device(args) == "cuda"
+
+
+def _captured(args: Any, *phases: str) -> list[Any]:
+    """Returns the settings of those phases of which the resolved arguments have CUDA graphs."""
+    found = (getattr(getattr(args, "cuda_graph_config", None), phase, None) for phase in phases)
+    return [phase for phase in found if phase is not None and phase.backend != "disabled"]
 
 
 def attention_dp(args: Any) -> int:
@@ -154,7 +185,7 @@ def _require_model(args: Any, given: dict[str, Any]) -> None:
             (half and dialect == "none", "experts in float16: eprt computes with --dtype bfloat16 or float32"),
         ]
     )
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(_device(args))
     try:
         family = family_for(found)
         for layer in family.moe_layers(found)[-1:]:
@@ -238,10 +269,10 @@ def runtime_config(args: Any, given: dict[str, Any], *, all_to_all: bool) -> Run
     Without an all-to-all SGLang gathers the tokens of all data-parallel ranks in front of the experts. Under its switch
     for deterministic inference the layers are batch-invariant, too.
     """
-    phase = getattr(getattr(args, "cuda_graph_config", None), "decode", None)
     chunk = args.chunked_prefill_size or 0
     prefill = chunk if chunk > 0 else args.max_prefill_tokens
-    most = max(prefill, args.max_running_requests or 0, getattr(phase, "max_bs", 0) or 0)
+    captured = [phase.max_bs or 0 for phase in _captured(args, "prefill", "decode")]
+    most = max(prefill, args.max_running_requests or 0, *captured)
     gathered = 1 if all_to_all else attention_dp(args)
     return runtime_with(_invariant(args) | given, most * gathered)
 
@@ -252,6 +283,4 @@ def _invariant(args: Any) -> dict[str, Any]:
 
 def captures_graphs(args: Any) -> bool:
     """Returns whether SGLang may capture this model's layers in CUDA graphs."""
-    phase = getattr(getattr(args, "cuda_graph_config", None), "decode", None)
-    off = args.disable_cuda_graph or getattr(phase, "backend", "") == "disabled"
-    return args.device == "cuda" and not off
+    return args.device == "cuda" and not args.disable_cuda_graph and bool(_captured(args, "prefill", "decode"))
