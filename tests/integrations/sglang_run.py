@@ -2,7 +2,8 @@
 
 SPEC: model, dtype, prompts (ids, tokens to add), out, kill (the number of a rank to kill then, or null), further engine
 arguments, updates: (way, checkpoint), each followed by the same prompts, and a port for them. Without updates the file
-holds one list of tokens. With `enable_return_routed_experts` a second one holds what experts these chose.
+holds one list of tokens. With `enable_return_routed_experts` a second one holds what experts these chose, with
+`lora_paths` a list of tokens for each adapter.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def main() -> None:
         sizes = config["num_hidden_layers"], config["num_experts_per_tok"]
         outputs = answers(engine, spec["prompts"], return_routed_experts=True)
         Path(spec["out"] + ".experts").write_text(json.dumps([chosen(output, *sizes) for output in outputs]))
+    if adapters := spec["engine"].get("lora_paths"):
+        found = [tokens(engine, spec["prompts"], lora_path=[name] * len(spec["prompts"])) for name in adapters]
+        Path(spec["out"] + ".adapted").write_text(json.dumps(found))
     if spec["kill"] is not None:
         titles = {child: " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)}
         rank = re.compile(rf"scheduler.*TP{spec['kill']}(?!\d)")
@@ -68,8 +72,8 @@ def main() -> None:
     engine.shutdown()
 
 
-def tokens(engine: Any, prompts: list[Any]) -> list[list[int]]:
-    return [output["output_ids"] for output in answers(engine, prompts)]
+def tokens(engine: Any, prompts: list[Any], **more: Any) -> list[list[int]]:
+    return [output["output_ids"] for output in answers(engine, prompts, **more)]
 
 
 def answers(engine: Any, prompts: list[Any], **more: Any) -> list[dict[str, Any]]:

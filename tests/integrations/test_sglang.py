@@ -18,6 +18,7 @@ import torch
 from support.engine_models import (
     PROMPTS,
     Prompts,
+    adapted,
     by_transformers,
     experts_by_transformers,
     glm4_model,
@@ -124,6 +125,16 @@ def test_tokens_travel_to_an_idle_rank_and_back_and_a_killed_rank_is_named(
     assert re.search(rf"eprt: rank 1 exited: process {victim[1]} is gone; .* missed by rank 0", log), log[-4000:]
 
 
+def test_adapters_of_attention_beside_the_experts(qwen3: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    model, want = qwen3
+    tuned = adapted(model, tmp_path / "adapter")
+    assert tuned != want
+    lora = {"enable_lora": True, "lora_target_modules": ["q_proj", "v_proj"], "lora_backend": "torch_native"}
+    log = answered(tmp_path, model, ONE | lora | {"lora_paths": {"tuned": str(tmp_path / "adapter")}}, "float32", want)
+    assert json.loads((tmp_path / "tokens.adapted").read_text()) == [tuned]
+    assert f"{LINE} on this rank alone" in log
+
+
 @RANKS
 def test_new_weights_in_every_way_that_trainers_have(
     engine: dict[str, Any], qwen3: tuple[Path, list[list[int]]], tmp_path: Path
@@ -178,16 +189,18 @@ def test_fp8_block_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_
 @pytest.mark.parametrize(
     ("dialect", "format", "seed", "engine"),
     [
+        ("online", "fp8_tensor", 16, ONE | {"quantization": "fp8"}),
         ("pack_quantized", "int4", 152, CARRIED),
         ("float_channel", "fp8_channel", 108, SUMMED),
         ("modelopt_fp8", "fp8_tensor", 55, CARRIED),
     ],
-    ids=["pack-quantized-two", "float-channel-two-summed-by-sglang", "modelopt-fp8-two"],
+    ids=["online-fp8-one", "pack-quantized-two", "float-channel-two-summed-by-sglang", "modelopt-fp8-two"],
 )
 def test_packed_tokens_are_those_of_transformers(
     dialect: str, format: str, seed: int, engine: dict[str, Any], tmp_path: Path
 ) -> None:
-    """SGLang loads the file's own tensors, in bfloat16 alone; transformers has the same numbers decoded, in float32."""
+    """SGLang loads the file's own tensors, in bfloat16 alone; transformers has the same numbers decoded, in float32. Of
+    plain ones eprt makes FP8."""
     prompts = [PROMPTS[0], PROMPTS[3]]
     want, lead = by_transformers(packed_model(tmp_path / "model", dialect, seed), prompts)
     assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation

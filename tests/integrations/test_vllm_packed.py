@@ -41,6 +41,9 @@ WORDS = {"dtype": "bfloat16", "seed": 152, "lead": 0.04, "prompts": [PROMPTS[0],
 HALF = WORDS | {"dtype": "float16"}  # as AutoAWQ writes models
 
 
+ONLINE = WORDS | {"llm": {"quantization": "online", "quantization_config": {"moe": "fp8_per_tensor_static"}}}
+
+
 @pytest.mark.parametrize(
     ("dialect", "format", "dp", "tp", "how"),
     [
@@ -50,6 +53,7 @@ HALF = WORDS | {"dtype": "float16"}  # as AutoAWQ writes models
         pytest.param("fp8_block", "fp8_block", 2, 1, BLOCKS, id="fp8-block-dp2-ep"),
         pytest.param("fp8_block", "fp8_block", 1, 2, BLOCKS, id="fp8-block-tp2-without-ep"),
         pytest.param("modelopt_fp8", "fp8_tensor", 2, 1, WORDS | {"seed": 55}, id="modelopt-fp8-dp2-ep"),
+        pytest.param("online", "fp8_tensor", 2, 1, ONLINE | {"seed": 16}, id="online-fp8-dp2-ep"),
         pytest.param("gptq", "int4", 1, 2, WORDS, id="gptq-tp2-without-ep"),
         pytest.param("awq", "int4", 2, 1, HALF, id="awq-dp2-ep"),
     ],
@@ -61,6 +65,6 @@ def test_tokens_of_packed_experts_are_those_of_transformers(
     prompts = how.get("prompts", PROMPTS)
     want, lead = by_transformers(packed_model(tmp_path / "model", dialect, how["seed"]), prompts)
     assert lead > how["lead"]
-    tokens, log = serve(tmp_path, tmp_path / "model", how["dtype"], dp, tp, prompts=prompts)
+    tokens, log = serve(tmp_path, tmp_path / "model", how["dtype"], dp, tp, prompts=prompts, **how.get("llm", {}))
     assert tokens == want
     assert f"{format}, 8 experts, top-2" in log

@@ -122,6 +122,11 @@ def fp8_block(matrix: torch.Tensor) -> tuple[Stored, torch.Tensor]:
 
 def packed(dialect: str, matrix: torch.Tensor) -> tuple[Stored, torch.Tensor]:
     """What a packer stores of [rows, cols], and the numbers that this stands for; scales are powers of two."""
+    if dialect == "online":  # numbers that one scale, of the largest, loses nothing of
+        scale = (matrix.abs().max() / 448).log2().ceil().exp2()
+        codes = (matrix / scale).to(torch.float8_e4m3fn).float()
+        numbers = scale * torch.where(codes.abs() == codes.abs().max(), 448 * codes.sign(), codes)
+        return {"weight": numbers.bfloat16()}, numbers
     if dialect in ("nvfp4_packed", "fp8_block"):
         return nvfp4(matrix) if dialect == "nvfp4_packed" else fp8_block(matrix)
     if dialect == "modelopt_fp8":
@@ -160,7 +165,8 @@ def quantization(dialect: str) -> dict[str, Any]:
 
 
 def packed_model(folder: Path, dialect: str, seed: int) -> Any:
-    """Writes a tiny Qwen3-MoE whose experts alone are packed. Returns the model with their numbers, in float32."""
+    """Writes a tiny Qwen3-MoE whose experts alone are packed, or, "online", may be by an engine. Returns the model with
+    their numbers, in float32."""
     from safetensors.torch import save_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -180,7 +186,8 @@ def packed_model(folder: Path, dialect: str, seed: int) -> Any:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     written = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(written | {"quantization_config": quantization(dialect)}))
+    packing = {} if dialect == "online" else {"quantization_config": quantization(dialect)}
+    (folder / "config.json").write_text(json.dumps(written | packing))
     return model
 
 
@@ -238,3 +245,29 @@ def retrained(start: Path, folders: Sequence[Path]) -> list[tuple[Path, list[lis
         found.append((folder, want))
     assert len({str(want) for _, want in found}) == len(folders)
     return found
+
+
+def adapted(start: Path, folder: Path) -> list[list[int]]:
+    """Writes a LoRA adapter of a Qwen3-MoE's attention. Returns the tokens that transformers gives with it merged."""
+    from safetensors.torch import save_file
+    from transformers import Qwen3MoeForCausalLM
+
+    model, stored = Qwen3MoeForCausalLM.from_pretrained(start).float().eval(), Stored()
+    generator, rank, alpha, targets = torch.Generator().manual_seed(7), 8, 16, ["q_proj", "v_proj"]
+    for number, layer in enumerate(model.model.layers):
+        for name in targets:
+            weight = getattr(layer.self_attn, name).weight.data
+            first, second = (
+                torch.randn(shape, generator=generator) * 0.1
+                for shape in ((rank, weight.shape[1]), (weight.shape[0], rank))
+            )
+            weight += alpha / rank * second @ first
+            key = f"base_model.model.model.layers.{number}.self_attn.{name}"
+            stored |= {f"{key}.lora_A.weight": first, f"{key}.lora_B.weight": second}
+    folder.mkdir()
+    save_file(stored, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    want, lead = by_transformers(model)
+    assert lead > 1e-4  # float32 on both sides, sums in another order
+    return want

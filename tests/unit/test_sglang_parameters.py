@@ -17,8 +17,7 @@ from eprt.integrations.sglang.parameters import canonical, interleaved, layout_o
 
 
 def fp8_method(block: list[int] | None, **changes: Any) -> Any:
-    config = SimpleNamespace(weight_block_size=block, is_checkpoint_fp8_serialized=changes.pop("serialized", True))
-    return named("Fp8MoEMethod", quant_config=config, **changes)
+    return named("Fp8MoEMethod", quant_config=SimpleNamespace(weight_block_size=block), **changes)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,6 @@ def fp8_method(block: list[int] | None, **changes: Any) -> Any:
         (fp8_method([64, 128]), r"\[64, 128\]"),
         (fp8_method([128, 128], is_fp4_expert=True, dequant_fp4_to_fp8=True), "decodes to FP8"),
         (fp8_method([1, 32], use_mxfp8=True), "MXFP8 experts"),
-        (fp8_method(None, serialized=False), "quantises to FP8 itself"),
     ],
 )
 def test_fp8_that_eprt_does_not_read(method: Any, reason: str) -> None:
@@ -68,6 +66,13 @@ def fp4() -> Loaded:
     held = {n: t.view(torch.int8) if n.endswith("weight") else torch.exp2(t.float() - 127) for n, t in held.items()}
     loaded.parameters = {name.replace("_scale", "_scale_inv"): tensor for name, tensor in held.items()}
     loaded.method = fp8_method([128, 128], is_fp4_expert=True)
+    return loaded
+
+
+def online(activation: str) -> Loaded:
+    """Plain experts under `--quantization fp8`, and the scales that their method makes once they are loaded."""
+    loaded = layouts.online(fp8_method(None), activation)
+    loaded.parameters |= {"w13_weight_scale": torch.ones(L, 2), "w2_weight_scale": torch.ones(L)}
     return loaded
 
 
@@ -120,6 +125,8 @@ CASES = {
     "ModelOpt fp8": layouts.modelopt_fp8,
     "DeepSeek-V3, fp8 blocks": lambda: fp8([128, 128]),
     "fp8 a tensor": lambda: fp8(None),
+    "bf16 made fp8": lambda: online("silu"),
+    "gpt-oss, bf16 made fp8": lambda: online("swigluoai"),
     "DeepSeek-V4, fp4": fp4,
     "bf16": lambda: layouts.dense(torch.bfloat16),
     "f32": lambda: layouts.dense(torch.float32),

@@ -104,7 +104,10 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
     ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap"),
     ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-    ({"enable_lora": True}, "--enable-lora"),
+    ({"enable_lora": True}, "--enable-lora: .*--lora-target-modules"),
+    ({"lora_paths": ["folder"]}, "--enable-lora"),  # which may adapt anything
+    ({"enable_lora": True, "lora_target_modules": {"q_proj", "gate_up_proj", "down_proj"}}, "--enable-lora"),
+    ({"enable_lora": True, "lora_target_modules": ["all"]}, "--enable-lora"),
     ({"elastic_ep_backend": "nixl"}, "--elastic-ep-backend"),
     ({"pp_size": 2}, "--pp-size"),
     ({"attn_cp_size": 2}, "context parallelism"),
@@ -126,6 +129,7 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "flag"), FLAGS)
 def test_flags_under_which_sglang_keeps_every_layer(change: dict[str, Any], flag: str) -> None:
     supported.require_supported(arguments())
+    supported.require_supported(arguments(enable_lora=True, lora_target_modules=["q_proj", "o_proj"]))
     with pytest.raises(FallsBackToEngine, match=flag):
         supported.require_supported(arguments(**change))
 

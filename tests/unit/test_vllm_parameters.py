@@ -23,6 +23,13 @@ CASES = {
     "ModelOpt fp8, not calibrated": (lambda: layouts.modelopt_fp8(calibrated=False), None),
     "DeepSeek-V3, fp8 blocks": (lambda: layouts.fp8([128, 128]), None),
     "fp8 a tensor": (lambda: layouts.fp8(None), None),
+    "bf16 made fp8 a tensor": (lambda: layouts.online(layouts.named("Fp8PerTensorOnlineMoEMethod")), None),
+    "bf16 made fp8 a channel": (lambda: layouts.online(layouts.named("Fp8PtpcOnlineMoEMethod")), None),
+    "bf16 made fp8 blocks": (lambda: layouts.online(layouts.named("Fp8PerBlockOnlineMoEMethod")), None),
+    "gpt-oss, bf16 made fp8 blocks": (
+        lambda: layouts.online(layouts.named("Fp8PerBlockOnlineMoEMethod"), "swigluoai"),
+        None,
+    ),
     "bf16": (lambda: layouts.dense(torch.bfloat16), None),
     "f32": (lambda: layouts.dense(torch.float32), None),
     "gpt-oss, bf16": (lambda: layouts.dense(torch.bfloat16, "swigluoai"), None),

@@ -16,6 +16,7 @@ import torch
 from eprt.config import WeightFormat
 from eprt.errors import CheckpointError
 from eprt.models.formats import split_alternating
+from eprt.quant import encode
 from eprt.weights import FP8_BLOCK, Dense, ExpertWeights, Fp8Block, Fp8Tensor, Matrix, Mxfp4, Nvfp4
 
 Parameters = Mapping[str, torch.Tensor]
@@ -36,12 +37,14 @@ class ParameterLayout:
         matrices: parameters -> (gate_up, down), rows still in the engine's order.
         unset: parameters that a checkpoint may lack without the engine noticing: NaN before loading, checked after.
         spare_biases: biases are declared for every model; those that stay zero are none.
+        online: the number format that plain parameters are brought to when they were loaded.
     """
 
     weight_format: Callable[[Any, int, torch.dtype], WeightFormat]
     matrices: Callable[[Parameters], tuple[Matrix, Matrix]]
     unset: tuple[str, ...] = ()
     spare_biases: bool = False
+    online: WeightFormat | None = None
 
 
 def layout_in(layouts: Mapping[str, ParameterLayout], method: object) -> ParameterLayout:
@@ -65,7 +68,21 @@ def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleav
     bias, down_bias = (None if b is None or (layout.spare_biases and not b.any()) else b for b in given)
     if interleaved:
         up, bias = up.map(partial(split_alternating, dim=1)), None if bias is None else split_alternating(bias, dim=1)
+    if layout.online is not None and isinstance(up, Dense) and isinstance(down, Dense):
+        parts = up.data.shape[1] // down.data.shape[2]
+        up, down = _encoded(layout.online, up.data, parts), _encoded(layout.online, down.data, 1)
     return ExpertWeights(up, down, bias, down_bias)
+
+
+def _encoded(format: WeightFormat, dense: torch.Tensor, parts: int) -> Matrix:
+    """Encodes [L, rows, cols] an expert at a time: on the way float32 copies of it are made."""
+    first = encode(format, dense[:1], parts)
+    whole = first.map(lambda tensor: tensor.new_empty(len(dense), *tensor.shape[1:]))
+    for number in range(len(dense)):
+        one = encode(format, dense[number : number + 1], parts).tensors()
+        for name, tensor in whole.tensors().items():
+            tensor[number] = one[name][0]
+    return whole
 
 
 def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:
@@ -92,6 +109,15 @@ def plain(_: Any, __: int, dtype: torch.dtype) -> WeightFormat:
     if dtype not in names:
         raise FallsBackToEngine(f"experts in {dtype}: eprt computes with bfloat16 or float32")
     return names[dtype]
+
+
+def online(format: WeightFormat) -> ParameterLayout:
+    """Returns the layout of a method that loads plain experts and quantises them (`--quantization fp8`)."""
+
+    def weight_format(*_: Any) -> WeightFormat:
+        return format
+
+    return ParameterLayout(weight_format, dense_matrices, online=format)
 
 
 def dense_matrices(p: Parameters) -> tuple[Matrix, Matrix]:

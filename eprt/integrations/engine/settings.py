@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,11 @@ PLACEMENT = "placement"  # beside RuntimeConfig's fields: the path of a placemen
 STRICT = "strict"  # beside RuntimeConfig's fields: layers that would fall back are errors
 _FIELDS = {field.name for field in fields(RuntimeConfig)} - {"max_tokens_per_rank", "on_rank_lost"}
 _TOKENS = (torch.bfloat16, torch.float16, torch.float32)
+# Projections of attention, as the engines' models name them.
+_ATTENTION = {
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "qkv", "wqkv", "wo"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "fused_qkv_a_proj"),
+}
 SCALE_BLOCK = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "fp8_block": 128}  # inputs that share a scale
 
 
@@ -35,6 +40,11 @@ def fall_back(reasons: list[tuple[bool, str]]) -> None:
     """Raises FallsBackToEngine with the first reason that holds, if any."""
     if reason := next((reason for holds, reason in reasons if holds), ""):
         raise FallsBackToEngine(reason)
+
+
+def adapts_attention(targets: Iterable[str] | None) -> bool:
+    """Returns whether LoRA is kept off the experts by `--lora-target-modules`, the ends of modules' names."""
+    return bool(named := set(targets or ())) and named <= _ATTENTION
 
 
 def require_whole_scales(found: WeightFormat, part: int, tp_size: int, tokens: torch.dtype) -> None:

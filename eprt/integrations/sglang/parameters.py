@@ -90,14 +90,16 @@ def _fp8(method: Any, *_: Any) -> WeightFormat:
         [
             (fp4 and getattr(method, "dequant_fp4_to_fp8", False), "FP4 experts that SGLang decodes to FP8"),
             (getattr(method, "use_mxfp8", False), "MXFP8 experts behind FP8's method"),
-            (not config.is_checkpoint_fp8_serialized, "experts that SGLang quantises to FP8 itself"),
         ]
     )
     return "mxfp4" if fp4 else shared.fp8(config.weight_block_size)
 
 
 def _fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
-    """Reads DeepSeek-V4's FP4 experts, too, which SGLang keeps with scales in float32, each a power of two."""
+    """Reads plain experts, too, of which `--quantization fp8` makes FP8, and DeepSeek-V4's in FP4, which SGLang keeps
+    with scales in float32, each a power of two."""
+    if p["w13_weight"].itemsize > 1:
+        return shared.dense_matrices(p)
     if p["w13_weight"].dtype != torch.int8:
         return shared.fp8_matrices(p)
     up, down = (
@@ -112,7 +114,7 @@ def _fp8_matrices(p: Parameters) -> tuple[Matrix, Matrix]:
 
 LAYOUTS: dict[str, ParameterLayout] = {
     "UnquantizedFusedMoEMethod": shared.DENSE,
-    "Fp8MoEMethod": ParameterLayout(_fp8, _fp8_matrices),
+    "Fp8MoEMethod": ParameterLayout(_fp8, _fp8_matrices, online="fp8_tensor"),
     "Mxfp4MoEMethod": shared.MXFP4,
     "ModelOptFp8MoEMethod": shared.MODELOPT_FP8,
     "ModelOptNvFp4FusedMoEMethod": shared.NVFP4,

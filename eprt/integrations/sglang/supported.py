@@ -17,6 +17,7 @@ from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, EprtError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.settings import (
+    adapts_attention,
     checked_options,
     choose,
     fall_back,
@@ -80,7 +81,11 @@ def require_supported(args: Any) -> None:
             (has("enable_two_batch_overlap"), "--enable-two-batch-overlap runs two batches at once through a layer"),
             (has("enable_single_batch_overlap"), "--enable-single-batch-overlap splits a layer's call"),
             (has("speculative_algorithm"), "--speculative-algorithm: layers of drafts are not told apart"),
-            (has("enable_lora") or has("lora_paths"), "--enable-lora: adapters of the experts are SGLang's kernels'"),
+            (
+                (has("enable_lora") or has("lora_paths")) and not adapts_attention(args.lora_target_modules),
+                "--enable-lora: adapters of the experts live in SGLang's own kernels; --lora-target-modules that names "
+                "projections of attention alone leaves the experts to eprt",
+            ),
             (has("elastic_ep_backend"), "--elastic-ep-backend changes the ranks of a running engine"),
             (args.pp_size > 1, "--pp-size: stages of a pipeline have layers of their own"),
             (_context_parallel(args), "context parallelism splits tokens in a way that eprt isn't told"),

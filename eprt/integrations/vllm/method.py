@@ -29,6 +29,7 @@ _COMPRESSED = "quantization.compressed_tensors.compressed_tensors_moe.compressed
 _SELECTORS = (
     ("fused_moe.unquantized_fused_moe_method", "select_unquantized_moe_backend"),
     ("quantization.fp8", "select_fp8_moe_backend"),
+    ("quantization.online.fp8", "select_fp8_moe_backend"),
     ("quantization.mxfp4", "select_mxfp4_moe_backend"),
     ("quantization.mxfp4", "select_deepseek_v4_mxfp4_moe_backend"),
     ("quantization.modelopt", "select_nvfp4_moe_backend"),

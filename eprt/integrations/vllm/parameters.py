@@ -46,6 +46,9 @@ def _fp8(method: Any, *_: Any) -> WeightFormat:
 LAYOUTS: dict[str, ParameterLayout] = {
     "UnquantizedFusedMoEMethod": shared.DENSE,
     "Fp8MoEMethod": ParameterLayout(_fp8, shared.fp8_matrices),
+    "Fp8PerTensorOnlineMoEMethod": shared.online("fp8_tensor"),
+    "Fp8PerBlockOnlineMoEMethod": shared.online("fp8_block"),
+    "Fp8PtpcOnlineMoEMethod": shared.online("fp8_channel"),
     "GptOssMxfp4MoEMethod": shared.MXFP4,
     "Mxfp4MoEMethod": shared.MXFP4,
     "ModelOptFp8MoEMethod": shared.MODELOPT_FP8,

@@ -13,6 +13,7 @@ from eprt.config import MoEConfig, RuntimeConfig, WeightFormat
 from eprt.integrations.engine.balancing import BalanceConfig
 from eprt.integrations.engine.settings import (
     SCALE_BLOCK,
+    adapts_attention,
     checked_options,
     fall_back,
     require_whole_scales,
@@ -25,11 +26,6 @@ OPTIONS = "eprt"  # key of `--additional-config`
 DECODE = "decode_backend"  # there, vLLM's own: DeepSeek-V4.1 and others bind the experts' kernels once layers are made
 # `--load-format`s whose experts come as vLLM's own kernels keep them, and aren't prepared again.
 PREPARED = ("sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache", "modelexpress")
-# Projections of attention, as vLLM's models name them.
-ATTENTION = {
-    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "qkv", "wqkv", "wo"),
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "fused_qkv_a_proj"),
-}
 # MoE runners of models (vLLM 0.33: Muse Spark, Kimi K3) that reach into the kernel of vLLM's own methods.
 RUNNERS = re.compile(r"vllm\.models\.\w+\.nvidia\.\w+moe_runner$")
 EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
@@ -79,7 +75,7 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
             "--prefill-context-parallel-size splits tokens in a way that eprt isn't told",
         ),
         (
-            config.lora_config is not None and not _lora_of_attention(config.lora_config),
+            (lora := config.lora_config) is not None and not adapts_attention(getattr(lora, "target_modules", None)),
             "--enable-lora: adapters of the experts live in vLLM's own kernels; --lora-target-modules that names "
             "projections of attention alone leaves the experts to eprt",
         ),
@@ -93,12 +89,6 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
 def _offloads(offload: Any) -> bool:
     """Returns whether an OffloadConfig keeps weights on the CPU."""
     return offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0)
-
-
-def _lora_of_attention(lora: Any) -> bool:
-    """Returns whether adapters are kept off the experts (`lora/model_manager.py`: modules by the end of their name)."""
-    named = getattr(lora, "target_modules", None)
-    return bool(named) and set(named) <= ATTENTION
 
 
 def own_runner() -> str:
@@ -148,8 +138,9 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     ]
     fall_back(reasons)
     part = whole_part(method, moe.intermediate_size_per_partition)
-    found = layout_of(method).weight_format(method, part, layer.params_dtype)
-    alternating = found == "fp8_block" and layer.activation.value == INTERLEAVED
+    layout = layout_of(method)
+    found = layout.weight_format(method, part, layer.params_dtype)
+    alternating = found == "fp8_block" and layout.online is None and layer.activation.value == INTERLEAVED
     fall_back([(alternating, "FP8 blocks over rows that alternate gate, up")])
     require_whole_scales(found, part, moe.tp_size, moe.in_dtype)
     return found

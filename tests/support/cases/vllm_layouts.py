@@ -18,7 +18,7 @@ from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.experts import make_executor
 from eprt.placement import ExpertPlacement
 from eprt.tokens import FlatTokens, Payload
-from eprt.weights import ExpertWeights
+from eprt.weights import FP8_BLOCK, ExpertWeights
 from support.cases import packed_int4
 from support.cases.packed_checkpoints import PACK
 from support.cases.packed_int4 import Made, pack_quantized
@@ -124,6 +124,20 @@ def fp8(block: list[int] | None) -> Loaded:
     """Fp8MoEMethod: DeepSeek's blocks of 128, or one scale for each of gate, up and down."""
     method = named("Fp8MoEMethod", weight_block_size=block)
     return packed(PACK["fp8_block" if block else "fp8_tensor"], method, drop=["input_scale"])
+
+
+def online(method: Any, activation: str = "silu") -> Loaded:
+    """Plain experts that a method makes FP8 of, in numbers that a scale loses nothing of, however many share it."""
+
+    def plain(rows: int, cols: int) -> Made:
+        codes = (100 * torch.randn(rows, cols)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        codes[:, ::FP8_BLOCK] = 448  # the largest there is, in each block and row
+        numbers = codes / 2 ** int(torch.randint(8, 12, ()))
+        return {"weight": numbers.bfloat16()}, numbers
+
+    oss = activation == "swigluoai"
+    made = packed(plain, method, activation, alternating if oss else stacked)
+    return with_biases(made, torch.bfloat16) if oss else made
 
 
 def w4a16(inputs_first: bool = False, zeros: bool = False) -> Loaded:
