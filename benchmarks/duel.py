@@ -39,6 +39,7 @@ def parser(doc: str, engine: str) -> argparse.ArgumentParser:
     add("--starts", type=int, default=2, help="how often each engine is started")
     add("--rounds", type=int, default=3, help="measurements of each batch in a start")
     add("--tokens", type=int, default=96, help="of each sequence")
+    add("--prompts", type=int, nargs="*", default=[], help="also: prompts of these lengths, one by one")
     add("--warm", choices=("first", "only", "no"), default="first", help=f"compile and tune before {engine}")
     add("--resume", action="store_true", help="leave out engines whose rows --json has")
     add("--dp", type=int, default=2, help="data-parallel ranks; experts are parallel if several")

@@ -35,7 +35,6 @@ def main() -> int:
     options = duel.parser(__doc__ or "", "SGLang")
     options.add_argument("--attention", default="triton", help="attention backend of both engines")
     options.add_argument("--engine", type=json.loads, default={}, help="more of SGLang's arguments, of both, as JSON")
-    options.add_argument("--prompts", type=int, nargs="*", default=[], help="also measure first tokens of such lengths")
     options.add_argument("--profile", type=int, help="also trace 32 tokens of so many sequences, into --logs")
     return duel.play(options, "SGLang", ENTRY, run, most_tokens, limit)
 

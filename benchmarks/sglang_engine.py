@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing as mp
 import os
@@ -24,7 +25,6 @@ DECODED = re.compile(
     r"Decode batch, #running-req: (\d+), #(?:full )?token: (\d+),.*gen throughput \(token/s\): ([\d.]+)"
 )
 MEMORY = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits", "-lms", "100"]
-PROMPT_ROUNDS = 5
 OTHER_RANK = re.compile(r" DP[1-9]\d*| TP[1-9]\d*")
 
 
@@ -45,7 +45,8 @@ def measure(log: Path, a: argparse.Namespace, folder: Path) -> None:
         if not changed[0]:
             raise RuntimeError(f"routers keep their dummy weights: {changed}")
     found: dict[str, Any] = {"ready_s": time.perf_counter() - started, "rows": []}
-    found["rows"] += [row for tokens in a.prompts for row in first_tokens(llm, a, tokens)]
+    answer = functools.partial(first_token, llm)
+    found["rows"] += [row for length in a.prompts for row in vllm_engine.first_tokens(length, a.rounds, answer)]
     for batch in a.batches:
         found["rows"] += steps(llm, a, batch, log)
         log.with_suffix(".json").write_text(json.dumps(found))  # kept if a later batch runs out of time
@@ -102,17 +103,13 @@ def steps(llm: Any, a: argparse.Namespace, batch: int, log: Path) -> list[dict[s
     return [{"batch": batch, "round": n, "step_ms": ms, "distinct": distinct} for n, ms in enumerate(found)]
 
 
-def first_tokens(llm: Any, a: argparse.Namespace, tokens: int) -> list[dict[str, Any]]:
-    """Measures how long a prompt of so many tokens, alone, waits for its first one; three of them first."""
+def first_token(llm: Any, length: int) -> float:
+    """Returns seconds until the first token of a prompt."""
     # Of 400 tokens, so that each layer's experts are visited as by a text.
-    prompt = [7 + (17 * at * at + at) % 400 for at in range(tokens)]
-    taken = list[float]()
-    for _ in range(3 + PROMPT_ROUNDS * a.rounds):
-        begin = time.perf_counter()
-        llm.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
-        taken.append((time.perf_counter() - begin) * 1e3)
-    what = {"what": "prompt", "batch": tokens, "unit": "tokens"}
-    return [what | {"round": n, "step_ms": ms} for n, ms in enumerate(taken[3:])]
+    prompt = [7 + (17 * at * at + at) % 400 for at in range(length)]
+    begin = time.perf_counter()
+    llm.generate(input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
+    return time.perf_counter() - begin
 
 
 def decode_ms(log: str, batch: int) -> list[float]:

@@ -8,7 +8,8 @@ loading; the experts' numbers are tiny, which changes no kernel). gemma-4 needs 
 is installed, `--attention TRITON_ATTN`. Data parallelism over all ranks, experts as well.
 
 `--dp 1` is one GPU, and `--tp` tensor parallelism without expert parallelism. `--plugins none none:marlin eprt` has
-both of vLLM's backends as peers: the quicker one is compared. `--prefill 48 --mixed 256` time prompts as well.
+both of vLLM's backends as peers: the quicker one is compared. `--prefill 48 --mixed 256` time prompts as well, and
+`--prompts 16 250` how long one of so many tokens waits for its first one, under all of vLLM's own CUDA graphs.
 
 A step is the mean time from one engine step to the next while every sequence gets a token, of the rank that took
 longer: no prefill is in it. Each batch is measured `--rounds` times in each of `--starts` starts; what is compared is

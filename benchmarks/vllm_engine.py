@@ -19,6 +19,7 @@ from typing import Any
 
 LEAST_STEPS = 8  # of all sequences at once, for a mean
 PREFILL, MIXED, MIXED_OUT = 1024, 512, 64  # tokens of a prompt; and of an answer
+UNMEASURED, PROMPT_ROUNDS = 3, 5  # times that a prompt is sent first, and for each of --rounds
 ALONE = 12  # sequences of a batch that are run again, each alone
 
 
@@ -66,6 +67,7 @@ def measure(log: Path, a: argparse.Namespace, folder: Path, rank: int, meet: Any
     ready = time.perf_counter() - started
     loads = Loads(llm, rank, a, meet)
     rows = loads.alone(a.alone)
+    rows += [row for length in a.prompts for row in first_tokens(length, a.rounds, loads.first_token)]
     wait_for_engines(a)
     for batch in a.batches:
         with in_turn(a):
@@ -104,7 +106,8 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
     """Returns vLLM's arguments: the same for both sides, but for the backend of vLLM's own experts."""
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "enforce_eager": True}
     if a.device == "cuda":
-        sizes = {"cudagraph_capture_sizes": sorted({1, *a.batches, max(1, a.alone)})}
+        # Prompts are padded to vLLM's own sizes, which take it a minute to capture.
+        sizes = {} if a.prompts else {"cudagraph_capture_sizes": sorted({1, *a.batches, max(1, a.alone)})}
         settings = {"gpu_memory_utilization": 0.85 if a.dp == a.tp == 1 else 0.8, "compilation_config": sizes}
     if shares(a) and a.device == "cuda":
         settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 3 << 30}
@@ -129,6 +132,13 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def first_tokens(length: int, rounds: int, answer: Callable[[int], float]) -> list[dict[str, Any]]:
+    """Measures how long a prompt of so many tokens, alone, waits for its first one: `answer` says it in seconds."""
+    taken = [answer(length) for _ in range(UNMEASURED + PROMPT_ROUNDS * rounds)][UNMEASURED:]
+    what = {"what": "prompt", "batch": length, "unit": "tokens"}
+    return [what | {"round": number, "step_ms": seconds * 1e3} for number, seconds in enumerate(taken)]
+
+
 class Loads:
     """What one rank's engine is asked for, all ranks beginning together."""
 
@@ -151,6 +161,9 @@ class Loads:
             seconds, _ = self._answer(count, length // 8 if self.a.tiny else length, added)
             rows.append({"what": what, "batch": count, "round": number, "step_ms": seconds * 1e3})
         return rows[1:]
+
+    def first_token(self, length: int) -> float:
+        return self._answer(1, length, 1)[0]
 
     def alone(self, count: int) -> list[dict[str, Any]]:
         """Compares log-probabilities of some of `count` sequences with those that each has alone."""

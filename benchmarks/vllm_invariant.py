@@ -66,7 +66,8 @@ def rows_of(name: str, a: argparse.Namespace, turns: Any) -> list[dict[str, Any]
     model, side = name.split(":")
     plugin, options, switch, compared, timed = SIDES[side]
     # What vllm_engine's engines read beside.
-    one = {"dp": 1, "tp": 1, "prefill": 0, "mixed": 0, "all2all": None, "attention": None, "options": options}
+    one = {"dp": 1, "tp": 1, "prompts": [], "prefill": 0, "mixed": 0}
+    one |= {"all2all": None, "attention": None, "options": options}
     one |= {"environment": {"VLLM_BATCH_INVARIANT": switch}, "turns": turns}
     one |= {"alone": a.alone if compared else 0, "batches": a.batches if timed else []}
     own = argparse.Namespace(**vars(a) | one | {"model": model, "layers": a.layers or LAYERS[model]})
