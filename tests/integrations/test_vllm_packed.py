@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.cases import vllm_layouts
 from support.engine_models import PROMPTS, by_transformers, packed_model
-from test_vllm import serve
+from test_vllm import ranks_run, serve
 
 from eprt.integrations.engine.parameters import expert_weights
 from eprt.integrations.vllm.parameters import layout_of
@@ -68,3 +68,19 @@ def test_tokens_of_packed_experts_are_those_of_transformers(
     tokens, log = serve(tmp_path, tmp_path / "model", how["dtype"], dp, tp, prompts=prompts, **how.get("llm", {}))
     assert tokens == want
     assert f"{format}, 8 experts, top-2" in log
+
+
+def test_new_weights_of_experts_that_are_made_fp8(tmp_path: Path) -> None:
+    """They come in plain numbers, as the first ones did."""
+    prompts, models = WORDS["prompts"], {"a": 16, "b": 1}
+    of = {
+        name: by_transformers(packed_model(tmp_path / name, "online", seed), prompts) for name, seed in models.items()
+    }
+    assert min(lead for _, lead in of.values()) > 0.03
+    turns = {"reload": "b", "direct": "a", "layerwise": "b"}
+    updates = [(way, tmp_path / name) for way, name in turns.items()]
+    codes, logs, [tokens] = ranks_run(
+        tmp_path, tmp_path / "a", "bfloat16", 1, 1, "eprt", [prompts], False, updates, **ONLINE["llm"]
+    )
+    assert codes == [0], logs[0][-3000:]
+    assert tokens == [of[name][0] for name in ("a", *turns.values())]

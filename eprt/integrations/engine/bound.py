@@ -73,6 +73,7 @@ class BoundLayer:
             mark_unset(layout, absent)
             self._replace(self.layer, weights)
         for name, parameter in parameters.items():
+            watch(layer, name, parameter, self.received, self._make_room)  # vLLM makes some anew before they are loaded
             if parameter.numel():
                 self._freed[name] = parameter.shape, parameter.dtype, parameter.device
                 parameter.data = parameter.data.new_empty(0)

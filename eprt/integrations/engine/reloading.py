@@ -106,12 +106,12 @@ class Received:
 
 def watch(layer: Any, name: str, parameter: Any, received: Received, room: Callable[[], None]) -> None:
     """Replaces a parameter's loader, and its `copy_`, by ones that call `room` where the parameter was freed, and note
-    what they wrote. vLLM's gpt-oss in bf16 copies whole parameters and calls no loader.
+    what they wrote. vLLM's gpt-oss in bf16 copies whole parameters and calls no loader. Idempotent.
 
     They hold no reference to the layer: vLLM keeps loaders for as long as the layer lives.
     """
     loader: Any = getattr(parameter, "weight_loader", None)
-    if loader is None:
+    if loader is None or hasattr(loader, "eprt"):
         return
     signature, owner = inspect.signature(loader), weakref.ref(layer)
     bound = getattr(loader, "__self__", None) is layer
@@ -137,7 +137,7 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
         with writing(target, local, given.get("shard_id") or "") if written else nullcontext():
             return function(own, *args, **kwargs) if bound else function(*args, **kwargs)
 
-    noted.__signature__ = signature  # type: ignore[attr-defined]
+    noted.__signature__, noted.eprt = signature, True  # type: ignore[attr-defined]
     # SGLang's parameters with loaders of their own have a property without a setter.
     setattr(parameter, "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader", noted)
 
