@@ -91,7 +91,7 @@ def parallelize(
         placed = load_on_all_ranks(world, lambda: _checked_file(config, world.parallel, placement))
     if not has_family(config):
         layers = spread(model, world, runtime, checkpoint, placed, on_layer)
-        agreement_of(model)
+        agreement_of(model).known = True
         return layers
     with load_on_all_ranks(world, lambda: _source(model, config, checkpoint)) as source:
         family = family_for(config)
@@ -104,7 +104,9 @@ def parallelize(
             layers.append(layer)
             if on_layer is not None:
                 on_layer(len(layers), len(numbers))
-    _refuse_router_logits(model, agreement_of(model))
+    agreement = agreement_of(model)
+    agreement.known = True
+    _refuse_router_logits(model, agreement)
     keep_in_place(model, world.device, _dtype_of(model))
     return layers
 
