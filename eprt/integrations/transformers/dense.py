@@ -29,6 +29,16 @@ def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
         )
 
 
+def require_whole(tensors: Mapping[str, Any]) -> None:
+    """Raises ConfigError if tensors that a rank takes its experts from are themselves spread over ranks (DTensors)."""
+    found = next((name for name, tensor in tensors.items() if hasattr(tensor, "to_local")), None)
+    if found is not None:
+        raise ConfigError(
+            f"{found} is sharded over ranks already: call parallelize before fully_shard, or load the model by "
+            "load_without_experts"
+        )
+
+
 def require_same_weights(model: nn.Module, world: World, outside: tuple[str, ...]) -> None:
     """Compares a hash of every weight outside of `outside` (prefixes of names) between ranks. Collective.
 

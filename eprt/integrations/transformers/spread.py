@@ -22,7 +22,13 @@ from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from eprt.integrations.transformers.adapters import require_none_inside
 from eprt.integrations.transformers.agreement import NUMBER, Place, layer_numbers
-from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
+from eprt.integrations.transformers.dense import (
+    keep_in_place,
+    keep_out_of_state,
+    require_loaded,
+    require_same_weights,
+    require_whole,
+)
 from eprt.integrations.transformers.experts import (
     activation_of,
     canonical,
@@ -163,7 +169,11 @@ def open_source(model: nn.Module, checkpoint: str | Path | None) -> _Source:
     """Opens what the experts come from. Raises ConfigError, CheckpointError, UsageError."""
     left_out = (m.__dict__.get("eprt_left_out") for m in find_experts(model).values())
     place = checkpoint or next((directory for directory, _ in filter(None, left_out)), None)
-    return _Source(model) if place is None else CheckpointSource(model, place)
+    if place is not None:
+        return CheckpointSource(model, place)
+    source = _Source(model)
+    require_whole({f"{path}.{n}": p for path, m in source.modules.items() for n, p in source.parameters(m).items()})
+    return source
 
 
 class _Source:
