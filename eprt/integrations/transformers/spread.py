@@ -190,7 +190,14 @@ class _Source:
         self.numbers = layer_numbers(self.modules)
         if any("eprt_place" in module.__dict__ for module in self.modules.values()):
             raise UsageError("the model is parallelized already: load it once more to spread it over another world")
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        try:
+            self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        except NotImplementedError as error:
+            inner = sorted({path.partition(".")[0] for path in self.modules})
+            raise ConfigError(
+                f"{type(model).__name__} joins models that run apart ({', '.join(inner)}): parallelize and call one of "
+                f"them, parallelize(model.{inner[-1]}, world)"
+            ) from error
         if self.dtype not in _PLAIN:
             raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
         require_loaded(model, tuple(f"{path}." for path in self.modules))
