@@ -71,6 +71,17 @@ def test_padding_is_no_token_that_penalties_know(pools, folder: Path) -> None:
         assert found[0]["tokens"] == wanted
 
 
+def test_a_prompts_own_constraint_follows_it_into_its_batch(pools, folder: Path) -> None:
+    model = jobs.load(str(folder), torch.float32)
+    for beams in ({}, {"num_beams": 2}):
+        wanted = [
+            jobs.alone(model, prompt, prefix_allowed_tokens_fn=lambda _, ids, n=n: jobs.two_allowed(n, ids), **GREEDY | beams)
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        call = {"prompts": [PROMPTS, []], "prefix_allowed_tokens_fn": jobs.two_allowed, **GREEDY, **beams}
+        assert run(pools, folder, [call])[0][0]["tokens"] == wanted
+
+
 def test_the_choice_is_that_of_the_probabilities() -> None:
     """4,000 rows of the same scores: frequencies within five standard deviations, and nothing that is masked."""
     from eprt.integrations.transformers.sequences import SeededChoice

@@ -149,6 +149,8 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "twice own block": ("UsageError", "parallelized already"),
         "a cache of two batches": ("ConfigError", "past_key_values for 2 batches"),
         "its newer name": ("ConfigError", "cache for 2 batches"),
+        "negative prompts": ("ConfigError", "negative_prompt_ids for 2 batches"),
+        "no head": ("ConfigError", "Qwen3MoeModel has no generate"),
         "inside a step": ("UsageError", "leave the step first"),
         "a stream that nobody reads on": (NOTHING,),
         "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep"),

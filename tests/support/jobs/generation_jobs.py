@@ -134,6 +134,11 @@ def batch_continuously(
     return [answers[name].generated_tokens for name in sorted(answers)]
 
 
+def two_allowed(number: int, _: torch.Tensor) -> list[int]:
+    """The tokens that a prompt of this number may go on with."""
+    return [10 + 10 * number, 11 + 10 * number]
+
+
 def several_calls(
     context: RankContext, folder: str, calls: list[dict[str, Any]], dtype: torch.dtype | str = torch.float32
 ) -> list[dict[str, Any]]:
