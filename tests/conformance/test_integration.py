@@ -275,8 +275,8 @@ def test_a_router_that_is_not_as_the_config_says(change: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["mixtral", "afmoe"])
-def test_experts_that_are_sharded_or_spread_already(name: str) -> None:
-    """Another library's shards of a model have the whole shape and hold a part of it."""
+def test_experts_that_are_sharded_packed_or_spread_already(name: str) -> None:
+    """Another library's shards have the whole shape and hold a part of it; packed numbers have scales elsewhere."""
     from eprt.integrations.transformers import agreement, parallelize
 
     def fresh():
@@ -287,6 +287,10 @@ def test_experts_that_are_sharded_or_spread_already(name: str) -> None:
         model, experts = fresh()
         experts.down_proj.to_local = None  # as a DTensor has
         with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj is sharded .* before fully_shard"):
+            parallelize(model, world)
+        model, experts = fresh()
+        experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+        with pytest.raises(ConfigError, match=r"down_proj is packed \(Parameter of torch.float8_e4m3fn\): .*dequantize"):
             parallelize(model, world)
         model, experts = fresh()
         experts.eprt_place = agreement.Place(world, torch.float32)  # as `ep_implementation="eprt"` leaves it

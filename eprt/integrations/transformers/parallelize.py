@@ -21,8 +21,8 @@ from eprt.integrations.transformers.dense import (
     keep_in_place,
     keep_out_of_state,
     require_loaded,
+    require_plain,
     require_same_weights,
-    require_whole,
 )
 from eprt.integrations.transformers.load import SAME_MODEL, Placeholder, block_at, find_checkpoint, names_inside
 from eprt.integrations.transformers.spread import spread
@@ -235,7 +235,7 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
     lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
     place = checkpoint if checkpoint is not None or not lean else lean[0]
     if place is None:
-        require_whole({f"{path}.{n}": p for path, b in zip(paths, blocks, strict=True) for n, p in b.named_parameters()})
+        require_plain({f"{path}.{n}": p for path, b in zip(paths, blocks, strict=True) for n, p in b.named_parameters()})
         return _ModelTensors(model, _dtype_of(model))
     source = Checkpoint(find_checkpoint(place))
     try:

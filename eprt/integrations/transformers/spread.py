@@ -26,8 +26,8 @@ from eprt.integrations.transformers.dense import (
     keep_in_place,
     keep_out_of_state,
     require_loaded,
+    require_plain,
     require_same_weights,
-    require_whole,
 )
 from eprt.integrations.transformers.experts import (
     activation_of,
@@ -172,7 +172,7 @@ def open_source(model: nn.Module, checkpoint: str | Path | None) -> _Source:
     if place is not None:
         return CheckpointSource(model, place)
     source = _Source(model)
-    require_whole({f"{path}.{n}": p for path, m in source.modules.items() for n, p in source.parameters(m).items()})
+    require_plain({f"{path}.{n}": p for path, m in source.modules.items() for n, p in source.parameters(m).items()})
     return source
 
 
