@@ -153,7 +153,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "no head": ("ConfigError", "Qwen3MoeModel has no generate"),
         "inside a step": ("UsageError", "leave the step first"),
         "a stream that nobody reads on": (NOTHING,),
-        "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep"),
+        "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep, or in two threads at once"),
         "a forward broken off": ("UsageError", "between two layers"),
         "generate after it": (NOTHING,),
         "backward to a router": ("UsageError", "has no gradient"),
