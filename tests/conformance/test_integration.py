@@ -290,7 +290,9 @@ def test_experts_that_are_sharded_packed_or_spread_already(name: str) -> None:
             parallelize(model, world)
         model, experts = fresh()
         experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-        with pytest.raises(ConfigError, match=r"down_proj is packed \(Parameter of torch.float8_e4m3fn\): .*dequantize"):
+        with pytest.raises(
+            ConfigError, match=r"down_proj is packed \(Parameter of torch.float8_e4m3fn\): .*dequantize"
+        ):
             parallelize(model, world)
         model, experts = fresh()
         experts.eprt_place = agreement.Place(world, torch.float32)  # as `ep_implementation="eprt"` leaves it

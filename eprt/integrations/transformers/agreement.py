@@ -316,8 +316,8 @@ def lockstep(model: nn.Module) -> Iterator[None]:
     agreement = agreement_of(model)
     if agreement.in_lockstep:  # a rank that leaves the inner one and a rank that leaves the outer can't be told apart
         raise UsageError(
-            "lockstep or generate inside of lockstep, or in two threads at once: leave it first; generate keeps ranks in "
-            "step itself, and takes several prompts"
+            "lockstep or generate inside of lockstep, or in two threads at once: leave it first; generate keeps ranks "
+            "in step itself, and takes several prompts"
         )
     agreement.end()  # a forward that an exception broke off between two layers
     if agreement.world.current_step is not None:

@@ -40,8 +40,8 @@ def require_plain(tensors: Mapping[str, torch.Tensor]) -> None:
             )
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.element_size() == 1:
             raise ConfigError(
-                f"{name} is packed ({type(tensor).__name__} of {tensor.dtype}): load the model by load_without_experts, "
-                "which reads the checkpoint's own format, or unpacked (dequantize=True, say)"
+                f"{name} is packed ({type(tensor).__name__} of {tensor.dtype}): load the model by "
+                "load_without_experts, which reads the checkpoint's own format, or unpacked (dequantize=True, say)"
             )
 
 

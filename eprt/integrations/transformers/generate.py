@@ -70,8 +70,8 @@ def generate(
             with `torch.manual_seed`, those of one attention-TP group alike.
         options: `model.generate`'s: max_new_tokens, do_sample, temperature, top_p, eos_token_id, generation_config,
             stop_strings (with tokenizer), ... What isn't given is the checkpoint's generation_config.json's.
-            `max_length` and `min_length` count a batch's padding. `prefix_allowed_tokens_fn` is called with the prompt's
-            number among all that are given; logits processors and stopping criteria see the rows of a batch.
+            `max_length` and `min_length` count a batch's padding. `prefix_allowed_tokens_fn` gets the prompt's number
+            among all that are given; logits processors and stopping criteria see the rows of a batch.
 
     Returns:
         for each prompt the tokens that follow it, up to and with the first end-of-sequence token, or the token that
@@ -158,12 +158,13 @@ def _decode_graphs(
     kept = agreement.decode
     reason = kept if isinstance(kept, str) else refusal(model, agreement, options)
     settings = {"graphs": " ".join(map(str, buckets))}
-    words = (round_up(length, _LENGTH_STEP), batch_size, int(bool(reason)))
+    changed = isinstance(kept, DecodeGraphs) and not kept.follows(model)
+    words = (round_up(length, _LENGTH_STEP), batch_size, int(bool(reason)), int(changed))
     header = Header("warmup", -1, 0, words=words, fingerprint=fingerprint_of(settings), settings=settings)
     _, by_rank = exchange(agreement.world, header)
-    lengths, sizes, refused = zip(*by_rank, strict=True)
+    lengths, sizes, refused, differing = zip(*by_rank, strict=True)
     if not any(refused):
-        if isinstance(kept, DecodeGraphs) and kept.serves(buckets, max(sizes), max(lengths)):
+        if isinstance(kept, DecodeGraphs) and not any(differing) and kept.serves(buckets, max(sizes), max(lengths)):
             return kept
         kept = agreement.decode = None  # its memory is freed before the next capture
         try:
@@ -309,8 +310,8 @@ def _check(model: nn.Module, world: World | None, batch_size: Any, options: dict
         raise ConfigError(f"batch_size {shown(batch_size)}: must be an int of at least 1")
     if not hasattr(model, "generate"):
         raise ConfigError(
-            f"{type(model).__name__} has no generate: pass the model with its language-model head (of a wrapper, what it "
-            "wraps)"
+            f"{type(model).__name__} has no generate: pass the model with its language-model head (of a wrapper, "
+            "what it wraps)"
         )
     config = options.get("generation_config")
     for name, ordinary in _ONE_LIST.items():

@@ -235,7 +235,9 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
     lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
     place = checkpoint if checkpoint is not None or not lean else lean[0]
     if place is None:
-        require_plain({f"{path}.{n}": p for path, b in zip(paths, blocks, strict=True) for n, p in b.named_parameters()})
+        require_plain(
+            {f"{path}.{n}": p for path, b in zip(paths, blocks, strict=True) for n, p in b.named_parameters()}
+        )
         return _ModelTensors(model, _dtype_of(model))
     source = Checkpoint(find_checkpoint(place))
     try:
@@ -263,8 +265,8 @@ def _require_as_configured(block: nn.Module, path: str, text: dict[str, Any], to
             if found != expected:
                 where = ".".join(filter(None, (path, inner, name)))
                 raise ConfigError(
-                    f"{where} is {found!r}, by the model's config it is {expected!r}: give the number to from_pretrained "
-                    "(num_experts_per_tok=..., say), so that both have it"
+                    f"{where} is {found!r}, by the model's config it is {expected!r}: give the number to "
+                    "from_pretrained (num_experts_per_tok=..., say), so that both have it"
                 )
 
 
