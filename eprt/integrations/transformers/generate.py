@@ -213,9 +213,8 @@ def _run(
         lengths = _record_ends(model, given, stops, ids.shape[1])
     if on_token is not None:
         given["streamer"] = _Streamer(list(batch), lengths, on_token)
-    if (allowed := given.get("prefix_allowed_tokens_fn")) is not None:  # transformers counts in the batch
-        numbers = list(batch)
-        given["prefix_allowed_tokens_fn"] = lambda row, tokens: allowed(numbers[row], tokens)
+    if (allowed := given.get("prefix_allowed_tokens_fn")) is not None:
+        given["prefix_allowed_tokens_fn"] = _by_number(allowed, list(batch))
     if decode is not None:
         given |= {**decode.begin(len(ids)), "disable_compile": True}
     choice = SeededChoice(seeds, device) if seeds and option_of(model, options, "do_sample") else None
@@ -223,6 +222,15 @@ def _run(
         out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     after = [tokens[: lengths.get(row)] for row, tokens in enumerate(out[:, ids.shape[1] :].tolist())]
     return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in stops), None)] for tokens in after]
+
+
+def _by_number(allowed: Callable[[int, torch.Tensor], list[int]], numbers: list[int]) -> Callable[..., list[int]]:
+    """Returns `allowed` as transformers calls it, which counts the rows of a batch."""
+
+    def of_row(row: int, tokens: torch.Tensor) -> list[int]:
+        return allowed(numbers[row], tokens)
+
+    return of_row
 
 
 @contextmanager
