@@ -210,7 +210,7 @@ def check_said(step: Step, world: World, num_tokens: int, group_tokens: int) -> 
     if max(group_tokens, (num_tokens - 1) * world.parallel.attention_tp_size + 1) > said:
         raise InputError(
             f"a layer gets {group_tokens or num_tokens} tokens in a step that this rank began with num_tokens="
-            f"{said}: say the largest number that a layer gets in the step"
+            f"{said}: say the largest number that a layer gets in the step, and let one thread at a time run a model"
         )
 
 

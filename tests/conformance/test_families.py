@@ -211,6 +211,29 @@ def test_a_rank_without_tokens_calls_looped_layers_once_a_pass() -> None:
     assert found.calls == [places[0], *(places[1:3] * 3), places[3]]
 
 
+def test_a_checkpoint_of_several_models_gives_the_one_whose_class_is_asked_for(tmp_path: Path) -> None:
+    """Qwen3-Omni as it is published: thinker and talker. The thinker alone is what the families' test loads."""
+    import transformers
+
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    fields = tiny_families.shrink(transformers.Qwen3OmniMoeConfig().to_dict()) | {"enable_audio_output": False}
+    own = ("model_type", "architectures", "transformers_version", "_name_or_path")
+    config = transformers.Qwen3OmniMoeConfig(**{name: fields[name] for name in fields if name not in own})
+    whole = transformers.Qwen3OmniMoeForConditionalGeneration(config).eval().requires_grad_(False)
+    for experts in (module for name, module in whole.named_modules() if name.endswith(".experts")):
+        experts.down_proj.normal_()  # wrong ones show
+    whole.save_pretrained(tmp_path)
+    ids = torch.arange(5, 15).view(2, 5)
+    with torch.no_grad(), World.from_env("cpu") as world:
+        with pytest.raises(ConfigError, match=r"joins models .* parallelize\(model\.thinker, world\)"):
+            parallelize(load_without_experts(tmp_path), world, jobs.RUNTIME)
+        thinker = load_without_experts(tmp_path, model_class=type(whole.thinker))
+        for model in (load_without_experts(tmp_path).thinker, thinker):
+            parallelize(model, world, jobs.RUNTIME)
+            torch.testing.assert_close(model(ids).logits, whole.thinker(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_in_memory_whose_experts_hold_nan() -> None:
     from eprt.integrations.transformers import spread
 

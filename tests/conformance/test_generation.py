@@ -81,6 +81,17 @@ def test_the_registered_implementation_gives_the_same_tokens(pools, name: str) -
     check(run(pools, name, "expert_parallel", fsdp_size=4), name)
 
 
+def test_the_registered_implementation_begins_with_an_idle_rank(pools) -> None:
+    """Layers are built in the first forward, where only the idle rank has the model's places together."""
+    _require_registry("mixtral")
+    folder = saved("mixtral")
+    ids = torch.tensor([[5, 17, 33, 8]])
+    expected = jobs.load(folder, torch.float32)(ids).logits
+    for found in pools(2).run(jobs.idle_at_first, folder=folder, ids=ids, fsdp_size=2):
+        assert len(found) == 1
+        torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_tensor_parallel_group_shares_its_batch(pools) -> None:
     """Two groups of two ranks; each rank sends its slice of what its group holds. The second group has no prompt."""
     name = "qwen3_moe"

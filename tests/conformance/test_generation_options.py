@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.jobs import generation_jobs as jobs
 from support.libraries import needs
 
 from eprt.ranks.launcher import WorldFailed, launch
+from eprt.world import World
 
 pytestmark = needs("transformers")
 
@@ -69,6 +71,49 @@ def test_padding_is_no_token_that_penalties_know(pools, folder: Path) -> None:
         wanted = [jobs.alone(model, prompt, **options) for prompt in PROMPTS[2:]]
         found, _ = run(pools, folder, [{"prompts": [PROMPTS[2:], []], **options}])
         assert found[0]["tokens"] == wanted
+
+
+def test_a_prompts_own_constraint_follows_it_into_its_batch(pools, folder: Path) -> None:
+    model = jobs.load(str(folder), torch.float32)
+    for beams in ({}, {"num_beams": 2}):
+        wanted = [
+            jobs.alone(
+                model, prompt, prefix_allowed_tokens_fn=lambda _, ids, n=n: jobs.two_allowed(n, ids), **GREEDY | beams
+            )
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        call = {"prompts": [PROMPTS, []], "prefix_allowed_tokens_fn": jobs.two_allowed, **GREEDY, **beams}
+        assert run(pools, folder, [call])[0][0]["tokens"] == wanted
+
+
+def test_graphs_follow_weights_and_adapters_that_are_exchanged(folder: Path) -> None:
+    """A captured graph reads the memory, and has the launches, of its capture. PEFT's layers have these fields."""
+    from eprt.integrations.transformers import generate, parallelize
+    from eprt.integrations.transformers.agreement import agreement_of
+
+    model, other = (jobs.load(str(folder), torch.float32) for _ in range(2))
+    adapted = model.model.layers[0].self_attn.q_proj
+    adapted.active_adapters, adapted.disable_adapters, adapted.merged_adapters = ["mine"], False, []
+
+    def weights() -> None:
+        for each in (model, other):
+            each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.roll(1, 0))
+
+    changes = [
+        weights,
+        lambda: setattr(adapted, "disable_adapters", True),
+        lambda: adapted.merged_adapters.append("mine"),
+    ]
+    with World.from_env("cpu") as world:
+        parallelize(model, world, jobs.RUNTIME)
+        agreement, kept = agreement_of(model), []
+        for change in (*changes, lambda: None):
+            for _ in range(2):
+                tokens = generate(model, PROMPTS[:1], graphs=True, **GREEDY)
+                assert tokens == [jobs.alone(other, PROMPTS[0], **GREEDY)]
+                kept.append(agreement.decode)
+            change()
+    assert [one is two for one, two in itertools.pairwise(kept)] == [True, False, True, False, True, False, True]
 
 
 def test_the_choice_is_that_of_the_probabilities() -> None:

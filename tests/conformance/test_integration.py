@@ -149,9 +149,11 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "twice own block": ("UsageError", "parallelized already"),
         "a cache of two batches": ("ConfigError", "past_key_values for 2 batches"),
         "its newer name": ("ConfigError", "cache for 2 batches"),
+        "negative prompts": ("ConfigError", "negative_prompt_ids for 2 batches"),
+        "no head": ("ConfigError", "Qwen3MoeModel has no generate"),
         "inside a step": ("UsageError", "leave the step first"),
         "a stream that nobody reads on": (NOTHING,),
-        "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep"),
+        "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep, or in two threads at once"),
         "a forward broken off": ("UsageError", "between two layers"),
         "generate after it": (NOTHING,),
         "backward to a router": ("UsageError", "has no gradient"),
@@ -246,6 +248,56 @@ def test_an_auto_class_leaves_experts_out_too(tmp_path: Path) -> None:
         parallelize(model, world, RuntimeConfig(max_tokens_per_rank=16))
     with pytest.raises(UsageError, match="can't be pickled"):
         pickle.dumps(model)
+
+
+CHANGES = {  # after the model was made, where only one of transformers and eprt would follow
+    "block": (lambda model: setattr(model.model.layers[1].mlp.gate, "top_k", 1), "top_k is 1, by .* it is 2"),
+    "config": (lambda model: setattr(model.config, "num_experts_per_tok", 1), "top_k is 2, by .* it is 1"),
+    "weights": (
+        lambda model: setattr(model.model.layers[1].mlp.gate, "norm_topk_prob", True),
+        "norm_topk_prob is True, by .* it is False",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_router_that_is_not_as_the_config_says(change: str, tmp_path: Path) -> None:
+    from eprt.integrations.transformers import parallelize
+
+    make_model(RECIPES["qwen3_moe"]).save_pretrained(tmp_path)
+    changed, said = CHANGES[change]
+    with World.from_env("cpu") as world:
+        for checkpoint in (None, tmp_path):
+            model = make_model(RECIPES["qwen3_moe"])
+            changed(model)
+            with pytest.raises(ConfigError, match=rf"model\.layers\.1\.mlp\.gate\.{said}: .* from_pretrained"):
+                parallelize(model, world, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "afmoe"])
+def test_experts_that_are_sharded_packed_or_spread_already(name: str) -> None:
+    """Another library's shards have the whole shape and hold a part of it; packed numbers have scales elsewhere."""
+    from eprt.integrations.transformers import agreement, parallelize
+
+    def fresh():
+        model = make_model(RECIPES[name]) if name in RECIPES else tiny_families.tiny_model(name)
+        return model, model.model.layers[1].mlp.experts
+
+    with World.from_env("cpu") as world:
+        model, experts = fresh()
+        experts.down_proj.to_local = None  # as a DTensor has
+        with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj is sharded .* before fully_shard"):
+            parallelize(model, world)
+        model, experts = fresh()
+        experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+        with pytest.raises(
+            ConfigError, match=r"down_proj is packed \(Parameter of torch.float8_e4m3fn\): .*dequantize"
+        ):
+            parallelize(model, world)
+        model, experts = fresh()
+        experts.eprt_place = agreement.Place(world, torch.float32)  # as `ep_implementation="eprt"` leaves it
+        with pytest.raises(UsageError, match="parallelized already"):
+            parallelize(model, world)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "afmoe"])

@@ -129,6 +129,7 @@ def test_a_world_of_one_has_steps_too() -> None:
     empty, tokens, refusal = jobs.alone()
     assert (empty, tokens) == (1, (2,))
     assert refusal.startswith("a layer gets 3 tokens in a step that this rank began with num_tokens=2")
+    assert "one thread at a time" in refusal
 
 
 @pytest.mark.parametrize("in_thread", [False, True])

@@ -48,6 +48,10 @@ class Place:
         self._number = compiled.register(self)
 
     @property
+    def built(self) -> bool:
+        return self._layer is not None
+
+    @property
     def layer(self) -> ExpertParallelMoE:
         """The layer. If it isn't there yet it is built now, on every rank."""
         if self._layer is None:
@@ -113,6 +117,7 @@ class ForwardAgreement:
         places: those of a model, in the order in which it calls them.
         calls: the same, as often as a forward calls each.
         world: theirs.
+        known: whether every rank has one. A forward opens no step before: the other ranks' wouldn't.
         muted: the model runs on a dummy token, which its places leave out.
         idle: replaces the places' own step of a rank without tokens.
         decode: graphs of the model that an earlier `generate` captured, or why it couldn't.
@@ -122,6 +127,7 @@ class ForwardAgreement:
 
     def __init__(self, places: list[Place], calls: list[Place]) -> None:
         self.places, self.calls, self.world = places, calls, places[0].world
+        self.known = False
         self.muted = False
         self.idle: Callable[[], None] | None = None
         self.decode: object = None
@@ -135,7 +141,7 @@ class ForwardAgreement:
     def at(self, place: Place, num_tokens: int) -> Iterator[None]:
         """Surrounds a layer's call. The step begins at the first place, unless the ranks met before, and ends at the
         last. Collective at the first place."""
-        if self._silent:
+        if self._silent or not self.known:
             yield
             return
         with self._inside(num_tokens, begins=place is self.places[0], ends=place is self.places[-1]):
@@ -269,7 +275,9 @@ def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
     Raises:
         UsageError: it has none.
     """
-    return [place.layer for place in agreement_of(model).places]
+    agreement = agreement_of(model)
+    agreement.known |= not all(place.built for place in agreement.places)
+    return [place.layer for place in agreement.places]
 
 
 def idle_step(model: nn.Module) -> None:
@@ -307,11 +315,15 @@ def lockstep(model: nn.Module) -> Iterator[None]:
     """
     agreement = agreement_of(model)
     if agreement.in_lockstep:  # a rank that leaves the inner one and a rank that leaves the outer can't be told apart
-        raise UsageError("lockstep or generate inside of lockstep: leave it first; generate keeps ranks in step itself")
+        raise UsageError(
+            "lockstep or generate inside of lockstep, or in two threads at once: leave it first; generate keeps ranks "
+            "in step itself, and takes several prompts"
+        )
     agreement.end()  # a forward that an exception broke off between two layers
     if agreement.world.current_step is not None:
         raise UsageError("lockstep or generate inside of World.step: leave the step first, each forward opens its own")
     expert_layers(model)  # built now, if need be
+    agreement.known = True
     early = _meet_before_fsdp(model, agreement) if shares_dense_weights(model) else nullcontext()
     agreement.in_lockstep = True
     closed: GeneratorExit | None = None

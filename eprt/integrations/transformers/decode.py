@@ -83,7 +83,7 @@ class DecodeGraphs:
         self, model: Any, agreement: ForwardAgreement, buckets: tuple[int, ...], rows: int, length: int
     ) -> None:
         self._agreement, self.world = agreement, agreement.world
-        self._forward = model.forward
+        self._forward, self._held = model.forward, _held(model)
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._more = {"use_cache": True, "return_dict": True, **({"logits_to_keep": 1} if keeps else {})}
         self.cache = StaticRows(model.config, max(rows, *buckets), length, self.world.device)
@@ -99,6 +99,10 @@ class DecodeGraphs:
         """Returns whether these graphs suffice for such a call."""
         fits = self.buckets == buckets and self.cache.rows >= rows and self.cache.length >= length
         return fits and not self._graphs.stale
+
+    def follows(self, model: Any) -> bool:
+        """Returns whether the model has the weights, and applies the adapters, of the capture."""
+        return self._held == _held(model)
 
     def begin(self, rows: int) -> dict[str, Any]:
         """Begins a batch and returns its cache, by the name that `model.generate` knows it by."""
@@ -181,6 +185,13 @@ class DecodeGraphs:
             )
         self.cache.begun = True
         return _flat(given)
+
+
+def _held(model: nn.Module) -> tuple[Any, ...]:
+    """Returns what a graph has fixed: where the weights lie, and which adapters PEFT's layers apply, or have merged."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    adapters = [(list(m.active_adapters), m.disable_adapters, list(m.merged_adapters)) for m in layers]
+    return [weight.data_ptr() for weight in model.parameters()], adapters
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:

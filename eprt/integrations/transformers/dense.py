@@ -29,6 +29,22 @@ def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
         )
 
 
+def require_plain(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ConfigError if tensors that a rank takes its experts from are spread over ranks already (DTensors), or
+    hold packed numbers, whose scales lie elsewhere."""
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "to_local"):
+            raise ConfigError(
+                f"{name} is sharded over ranks already: call parallelize before fully_shard, or load the model by "
+                "load_without_experts"
+            )
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.element_size() == 1:
+            raise ConfigError(
+                f"{name} is packed ({type(tensor).__name__} of {tensor.dtype}): load the model by "
+                "load_without_experts, which reads the checkpoint's own format, or unpacked (dequantize=True, say)"
+            )
+
+
 def require_same_weights(model: nn.Module, world: World, outside: tuple[str, ...]) -> None:
     """Compares a hash of every weight outside of `outside` (prefixes of names) between ranks. Collective.
 

@@ -26,6 +26,7 @@ logger = logging.getLogger("eprt")
 _LENGTH_STEP = 128  # of the graphs' cache, so that a call of like length finds it
 _DEFAULT_NEW_TOKENS = 20  # transformers'
 _ONE_LIST = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the checkpoint's file says
+_OF_ONE_BATCH = ("past_key_values", "cache", "negative_prompt_ids", "negative_prompt_attention_mask")
 # Kinds of layers whose masks leave padding out, or that look at one token; two of them by older names. Others carry a
 # state, or count blocks from the first token.
 _MASKED = {
@@ -69,7 +70,8 @@ def generate(
             with `torch.manual_seed`, those of one attention-TP group alike.
         options: `model.generate`'s: max_new_tokens, do_sample, temperature, top_p, eos_token_id, generation_config,
             stop_strings (with tokenizer), ... What isn't given is the checkpoint's generation_config.json's.
-            `max_length` and `min_length` count a batch's padding.
+            `max_length` and `min_length` count a batch's padding. `prefix_allowed_tokens_fn` gets the prompt's number
+            among all that are given; logits processors and stopping criteria see the rows of a batch.
 
     Returns:
         for each prompt the tokens that follow it, up to and with the first end-of-sequence token, or the token that
@@ -102,7 +104,7 @@ def generate(
         reads_pads = bool(option_of(model, options, "no_repeat_ngram_size"))
         alike = _carries_state(model, agreement) or reads_pads
         batches = list(_batches(rows, 1 if _beams_end_anywhere(model, options) else batch_size, most, alike))
-        held = next((name for name in ("past_key_values", "cache") if options.get(name) is not None), None)
+        held = next((name for name in _OF_ONE_BATCH if options.get(name) is not None), None)
         if len(batches) > 1 and held:
             raise ConfigError(f"{held} for {len(batches)} batches: it holds one; pass fewer prompts, or none")
         for numbers in batches:
@@ -156,12 +158,13 @@ def _decode_graphs(
     kept = agreement.decode
     reason = kept if isinstance(kept, str) else refusal(model, agreement, options)
     settings = {"graphs": " ".join(map(str, buckets))}
-    words = (round_up(length, _LENGTH_STEP), batch_size, int(bool(reason)))
+    changed = isinstance(kept, DecodeGraphs) and not kept.follows(model)
+    words = (round_up(length, _LENGTH_STEP), batch_size, int(bool(reason)), int(changed))
     header = Header("warmup", -1, 0, words=words, fingerprint=fingerprint_of(settings), settings=settings)
     _, by_rank = exchange(agreement.world, header)
-    lengths, sizes, refused = zip(*by_rank, strict=True)
+    lengths, sizes, refused, differing = zip(*by_rank, strict=True)
     if not any(refused):
-        if isinstance(kept, DecodeGraphs) and kept.serves(buckets, max(sizes), max(lengths)):
+        if isinstance(kept, DecodeGraphs) and not any(differing) and kept.serves(buckets, max(sizes), max(lengths)):
             return kept
         kept = agreement.decode = None  # its memory is freed before the next capture
         try:
@@ -210,6 +213,8 @@ def _run(
         lengths = _record_ends(model, given, stops, ids.shape[1])
     if on_token is not None:
         given["streamer"] = _Streamer(list(batch), lengths, on_token)
+    if (allowed := given.get("prefix_allowed_tokens_fn")) is not None:
+        given["prefix_allowed_tokens_fn"] = _by_number(allowed, list(batch))
     if decode is not None:
         given |= {**decode.begin(len(ids)), "disable_compile": True}
     choice = SeededChoice(seeds, device) if seeds and option_of(model, options, "do_sample") else None
@@ -217,6 +222,15 @@ def _run(
         out: torch.Tensor = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     after = [tokens[: lengths.get(row)] for row, tokens in enumerate(out[:, ids.shape[1] :].tolist())]
     return [tokens[: next((n for n, token in enumerate(tokens, 1) if token in stops), None)] for tokens in after]
+
+
+def _by_number(allowed: Callable[[int, torch.Tensor], list[int]], numbers: list[int]) -> Callable[..., list[int]]:
+    """Returns `allowed` as transformers calls it, which counts the rows of a batch."""
+
+    def of_row(row: int, tokens: torch.Tensor) -> list[int]:
+        return allowed(numbers[row], tokens)
+
+    return of_row
 
 
 @contextmanager
@@ -302,6 +316,11 @@ def _check(model: nn.Module, world: World | None, batch_size: Any, options: dict
         raise ConfigError("the model was parallelized over another World: pass that one, or none")
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size {shown(batch_size)}: must be an int of at least 1")
+    if not hasattr(model, "generate"):
+        raise ConfigError(
+            f"{type(model).__name__} has no generate: pass the model with its language-model head (of a wrapper, "
+            "what it wraps)"
+        )
     config = options.get("generation_config")
     for name, ordinary in _ONE_LIST.items():
         value = options.get(name, getattr(config, name, None))

@@ -203,11 +203,13 @@ def _taking(config: Any, kind: Any) -> type[Any]:
 
 
 def _config_for(kind: type[Any], config: Any) -> Any:
-    """Returns the nested text model's config where that is what the class takes, as AutoModelForCausalLM does."""
-    text = getattr(config, "sub_configs", {}).get("text_config")
-    if text is None or getattr(kind, "config_class", None) is not text:
+    """Returns the part of the config that the class takes (of a text model, or of Qwen3-Omni's thinker), as
+    `from_pretrained` does."""
+    parts: dict[str, Any] = getattr(config, "sub_configs", {})
+    part = next((name for name, section in parts.items() if section is getattr(kind, "config_class", None)), None)
+    if part is None:
         return config
-    inner, quant = config.get_text_config(), getattr(config, "quantization_config", None)
+    inner, quant = getattr(config, part), getattr(config, "quantization_config", None)
     if quant is not None:
         inner.quantization_config = quant
     return inner

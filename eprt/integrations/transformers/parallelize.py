@@ -17,7 +17,13 @@ from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, al
 from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.adapters import require_none_inside, without_wrapper
 from eprt.integrations.transformers.agreement import ForwardAgreement, Place, agreement_of
-from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
+from eprt.integrations.transformers.dense import (
+    keep_in_place,
+    keep_out_of_state,
+    require_loaded,
+    require_plain,
+    require_same_weights,
+)
 from eprt.integrations.transformers.load import SAME_MODEL, Placeholder, block_at, find_checkpoint, names_inside
 from eprt.integrations.transformers.spread import spread
 from eprt.layer import ExpertParallelMoE
@@ -29,6 +35,8 @@ from eprt.placement.file import PlacementFile
 from eprt.plan import make_plan
 from eprt.support import Device
 from eprt.world import World
+
+_ROUTED_BY = ("norm_topk_prob", "routed_scaling_factor")  # what routers take from the config under its own name
 
 
 class MoEBlock(nn.Module):
@@ -91,7 +99,7 @@ def parallelize(
         placed = load_on_all_ranks(world, lambda: _checked_file(config, world.parallel, placement))
     if not has_family(config):
         layers = spread(model, world, runtime, checkpoint, placed, on_layer)
-        agreement_of(model)
+        agreement_of(model).known = True
         return layers
     with load_on_all_ranks(world, lambda: _source(model, config, checkpoint)) as source:
         family = family_for(config)
@@ -104,7 +112,9 @@ def parallelize(
             layers.append(layer)
             if on_layer is not None:
                 on_layer(len(layers), len(numbers))
-    _refuse_router_logits(model, agreement_of(model))
+    agreement = agreement_of(model)
+    agreement.known = True
+    _refuse_router_logits(model, agreement)
     keep_in_place(model, world.device, _dtype_of(model))
     return layers
 
@@ -167,7 +177,7 @@ def _checked_file(config: dict[str, Any], parallel: ParallelConfig, given: str |
 
 
 def _check_model(model: nn.Module) -> None:
-    if any(isinstance(module, MoEBlock) for module in model.modules()):
+    if any("eprt_place" in module.__dict__ for module in model.modules()):
         raise UsageError("the model is parallelized already: load it once more to spread it over another world")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise ConfigError(f"{type(model).__name__} has no floating-point parameters: expected a loaded model")
@@ -210,17 +220,24 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
     """Opens what the experts come from. Raises CheckpointError, ConfigError, UsageError."""
     family = family_for(config)
     _check_model(model)
-    paths = [family.module_path(number) for number in family.moe_layers(config)]
+    numbers = family.moe_layers(config)
+    paths = [family.module_path(number) for number in numbers]
     if not paths:
         raise ConfigError(f"the {config.get('model_type')} model has no MoE layers")
     blocks = [block_at(model, path) for path in paths]
     _require_loaded(model, paths, blocks, checkpoint)
+    plain = _unpacked(config)
+    for number, path, block in zip(numbers, paths, blocks, strict=True):
+        _require_as_configured(block, path, family.text_config(plain), family.moe_config(plain, number).top_k)
     left_out = [name for block in blocks if isinstance(block, Placeholder) for name in block.names]
     held = [name for path, block in zip(paths, blocks, strict=True) for name in names_inside(path, block)]
     require_none_inside(model, held, left_out)
     lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
     place = checkpoint if checkpoint is not None or not lean else lean[0]
     if place is None:
+        require_plain(
+            {f"{path}.{n}": p for path, b in zip(paths, blocks, strict=True) for n, p in b.named_parameters()}
+        )
         return _ModelTensors(model, _dtype_of(model))
     source = Checkpoint(find_checkpoint(place))
     try:
@@ -238,6 +255,21 @@ def _require_loaded(model: nn.Module, paths: list[str], blocks: list[nn.Module],
         raise ConfigError("the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)")
 
 
+def _require_as_configured(block: nn.Module, path: str, text: dict[str, Any], top_k: int) -> None:
+    """Raises ConfigError if a block, or its config, was changed after it was made: eprt takes the config's numbers,
+    transformers the block's."""
+    said = {"top_k": top_k} | {name: text[name] for name in _ROUTED_BY if text.get(name) is not None}
+    for inner, module in block.named_modules():
+        for name, expected in said.items():
+            found = vars(module).get(name, expected)
+            if found != expected:
+                where = ".".join(filter(None, (path, inner, name)))
+                raise ConfigError(
+                    f"{where} is {found!r}, by the model's config it is {expected!r}: give the number to "
+                    "from_pretrained (num_experts_per_tok=..., say), so that both have it"
+                )
+
+
 def _require_same_model(source: Checkpoint, config: dict[str, Any], family: ModelFamily, dtype: torch.dtype) -> None:
     """Raises ConfigError with what differs, side by side."""
     # A text model of a family that also has images says `_text`.
@@ -245,8 +277,7 @@ def _require_same_model(source: Checkpoint, config: dict[str, Any], family: Mode
     if len({SAME_MODEL.get(kind, kind) for kind in (found, expected)}) > 1:
         raise ConfigError(f"{source.directory} is a checkpoint of {found}, the model is of {expected}: give its own")
     theirs = family_for(source.config)
-    # The model's tensors may have been unpacked when they were loaded; which number format they had doesn't matter.
-    run = _facts(family, {name: value for name, value in config.items() if name != "quantization_config"})
+    run = _facts(family, _unpacked(config))
     read = _facts(theirs, source.config)
     differing = [name for name in {**run, **read} if read.get(name, "-") != run.get(name, "-")]
     if differing:
@@ -260,6 +291,12 @@ def _require_same_model(source: Checkpoint, config: dict[str, Any], family: Mode
             f"the model computes in {_name(dtype)}, {source.directory} is in {_name(stored)}: load the model with "
             f"dtype=torch.{_name(stored)}"
         )
+
+
+def _unpacked(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config of a model whose tensors transformers may have unpacked: in which format they were doesn't
+    matter."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def _facts(family: ModelFamily, config: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,13 @@ from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from eprt.integrations.transformers.adapters import require_none_inside
 from eprt.integrations.transformers.agreement import NUMBER, Place, layer_numbers
-from eprt.integrations.transformers.dense import keep_in_place, keep_out_of_state, require_loaded, require_same_weights
+from eprt.integrations.transformers.dense import (
+    keep_in_place,
+    keep_out_of_state,
+    require_loaded,
+    require_plain,
+    require_same_weights,
+)
 from eprt.integrations.transformers.experts import (
     activation_of,
     canonical,
@@ -163,7 +169,11 @@ def open_source(model: nn.Module, checkpoint: str | Path | None) -> _Source:
     """Opens what the experts come from. Raises ConfigError, CheckpointError, UsageError."""
     left_out = (m.__dict__.get("eprt_left_out") for m in find_experts(model).values())
     place = checkpoint or next((directory for directory, _ in filter(None, left_out)), None)
-    return _Source(model) if place is None else CheckpointSource(model, place)
+    if place is not None:
+        return CheckpointSource(model, place)
+    source = _Source(model)
+    require_plain({f"{path}.{n}": p for path, m in source.modules.items() for n, p in source.parameters(m).items()})
+    return source
 
 
 class _Source:
@@ -180,7 +190,14 @@ class _Source:
         self.numbers = layer_numbers(self.modules)
         if any("eprt_place" in module.__dict__ for module in self.modules.values()):
             raise UsageError("the model is parallelized already: load it once more to spread it over another world")
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        try:
+            self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        except NotImplementedError as error:
+            inner = sorted({path.partition(".")[0] for path in self.modules})
+            raise ConfigError(
+                f"{type(model).__name__} joins models that run apart ({', '.join(inner)}): parallelize and call one of "
+                f"them, parallelize(model.{inner[-1]}, world)"
+            ) from error
         if self.dtype not in _PLAIN:
             raise ConfigError(f"the model computes in {self.dtype}: load it with dtype=torch.bfloat16 (or float32)")
         require_loaded(model, tuple(f"{path}." for path in self.modules))

@@ -96,6 +96,25 @@ def continue_prompts(
     return found, streamed
 
 
+def idle_at_first(context: RankContext, folder: str, ids: torch.Tensor, **sizes: Any) -> list[torch.Tensor]:
+    """Logits of this rank in two forwards, the model's first; in each another rank has none."""
+    from eprt.integrations.transformers import expert_layers, idle_step
+
+    model = expert_parallel(context, folder, torch.float32, **sizes)
+    found = []
+    with torch.no_grad():
+        for idle in (1, 0):
+            if context.rank == idle:
+                idle_step(model)
+            else:
+                found.append(model(ids, use_cache=False).logits)
+    layers = expert_layers(model)
+    for layer in layers:
+        layer.close()
+    layers[0].world.close()
+    return found
+
+
 def batch_continuously(
     context: RankContext, folder: str, prompts: list[list[list[int]]], options: dict[str, Any]
 ) -> list[list[int]]:
@@ -113,6 +132,11 @@ def batch_continuously(
     for layer in expert_layers(model):
         layer.close()
     return [answers[name].generated_tokens for name in sorted(answers)]
+
+
+def two_allowed(number: int, _: torch.Tensor) -> list[int]:
+    """The tokens that a prompt of this number may go on with."""
+    return [10 + 10 * number, 11 + 10 * number]
 
 
 def several_calls(

@@ -247,6 +247,8 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     two, cache = [[5], [6]], DynamicCache()
     attempt("a cache of two batches", lambda: generate(model, two, batch_size=1, past_key_values=cache))
     attempt("its newer name", lambda: generate(model, two, batch_size=1, cache=cache))
+    attempt("negative prompts", lambda: generate(model, two, batch_size=1, negative_prompt_ids=ids))
+    attempt("no head", lambda: generate(model.model, two))
 
     def inside_a_step() -> None:
         with world.step(4):
