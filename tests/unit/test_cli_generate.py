@@ -208,8 +208,10 @@ def no_ranks(monkeypatch) -> None:
         (["--graphs", "--no-graphs"], "choose one"),
         (["--model", "someone/else"], "someone/else: no such directory, and no model to be had from the hub"),
         (["--world", "0"], "--world 0: must be at least 1"),
-        (["--max-tokens", "0"], "max_tokens_per_rank"),
+        (["--max-tokens", "0"], "--max-tokens 0: must be a positive integer"),
         (["--model", "/no/such"], "/no/such"),
+        (["--model", "/dev/null"], "/dev/null: not a folder"),
+        (["--model", "pyproject.toml"], "pyproject.toml: not a folder"),
     ],
 )
 def test_options_and_files_are_refused_before_ranks_start(
