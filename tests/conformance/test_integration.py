@@ -152,6 +152,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "inside a step": ("UsageError", "leave the step first"),
         "a stream that nobody reads on": (NOTHING,),
         "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep"),
+        "another model inside lockstep": ("UsageError", "the ranks call different models at once (rank 0 model"),
         "a forward broken off": ("UsageError", "between two layers"),
         "generate after it": (NOTHING,),
         "backward to a router": ("UsageError", "has no gradient"),
