@@ -363,6 +363,9 @@ def test_ranks_other_than_0_are_silent(capsys, monkeypatch) -> None:
     Terminal(json=True).result({"a": 1})
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+    monkeypatch.setenv("EPRT_LOG", "")
+    assert main(["explain", "--model", "gpt-oss-20b"]) == 0, "which has nothing to do with other ranks"
+    assert "Choice: dispatcher" in capsys.readouterr().out
 
 
 def test_logging_leaves_the_root_logger_alone(monkeypatch) -> None:
