@@ -329,6 +329,17 @@ def test_a_file_of_anything_else_is_left_as_it_is(tmp_path: Path, held: bytes, s
     assert path.read_bytes() == held
 
 
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    first = Journal(path, SETTINGS, 2, PROMPTS)
+    with pytest.raises(ConfigError, match=r"answers\.jsonl: another eprt generate writes it"):
+        Journal(path, SETTINGS, 2, PROMPTS)
+    first.write(ANSWERS)
+    first.close()
+    assert path.read_bytes() == lines([HEADER, *ANSWERS])
+    Journal(path, SETTINGS, 2, PROMPTS).close()
+
+
 def test_a_file_without_a_prompt_says_so(tiny: Path, tmp_path: Path, no_ranks, capsys) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
     assert main([*WORDS, "--model", str(tiny), "--world", "1", "--prompts", str(tmp_path / "empty.jsonl")]) == 0
