@@ -28,6 +28,7 @@ _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/1", "/dev/fd/2")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses and runs one command; returns its exit code."""
+    from eprt.cli.arguments import Ranked
     from eprt.cli.parsing import RUNS
 
     if sys.stdout is None or sys.stderr is None:  # closed by the caller
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_everything()
     try:
         command = _parsed(arguments)
-        terminal = Terminal(json=getattr(command, "json", False))
+        joins = isinstance(command, Ranked) or getattr(command, "run", False)
+        terminal = Terminal(json=getattr(command, "json", False), speaks=None if joins else True)
         with stdout_of_our_own(), _ended_by_signals():
             return _run(RUNS[type(command)], command, terminal)
     except OutputLost as error:

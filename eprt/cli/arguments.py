@@ -18,7 +18,7 @@ GPUS_PER_HOST = 8  # of a host that `eprt explain` isn't told about
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ranks:
+class Ranked:  # starts ranks, or is one of torchrun's, of which rank 0 alone speaks
     world: int | None = None
     """Ranks to start (torchrun's number wins under torchrun). Default: one for each GPU, 4 on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -75,7 +75,7 @@ class _LowPrecision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(_Ranks, _TensorParallel, _Pair, _Plugins, _Json):
+class Run(Ranked, _TensorParallel, _Pair, _Plugins, _Json):
     """Drive a checkpoint's MoE layers on several ranks and check every output.
 
     Starts the ranks itself, or is one of them if torchrun started it. Exit code 0: every output is within tolerance; 1:
@@ -111,7 +111,7 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(_Ranks, Generation, _Plugins):
+class Generate(Ranked, Generation, _Plugins):
     """Continue prompts with a transformers model whose experts are spread over several ranks; JSON lines in and out.
 
     Starts the ranks itself, or is one of them if torchrun started it. Results go to stdout (or --output) as they are
@@ -212,7 +212,7 @@ class Warm(_TensorParallel, _Plugins, _Json):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune(_Ranks, _Plugins, _Json):
+class Tune(Ranked, _Plugins, _Json):
     """Measure this machine for one model: its dispatchers and executors, as rows that the plan goes by first."""
 
     model: Path
@@ -287,7 +287,7 @@ class Doctor(_Plugins, _Json):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchLayer(_Ranks, _Pair, _LowPrecision, PlottedBench):
+class BenchLayer(Ranked, _Pair, _LowPrecision, PlottedBench):
     """Time of each phase of a layer, and what the layer adds to the same steps by hand.
 
     --routing takes uniform, zipf:1.1 (hot experts are neighbours), zipf:1.1:SEED (hot experts are random), counts as
@@ -331,7 +331,7 @@ class Simulation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchDispatch(_Ranks, PlottedBench):
+class BenchDispatch(Ranked, PlottedBench):
     """Dispatch + combine by every transport that works here, beside raw collectives and the link's own rate."""
 
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 2048, 4096)
@@ -367,7 +367,7 @@ class BenchExperts(_LowPrecision, PlottedBench):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchExchange(_Ranks, Bench):
+class BenchExchange(Ranked, Bench):
     """Measures what it costs the ranks to agree: a step, and its few words through shared memory and through gloo."""
 
     rounds: int = 1000
@@ -385,7 +385,7 @@ class BenchRouter(PlottedBench):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchStep(_Ranks, _Pair, PlottedBench):
+class BenchStep(Ranked, _Pair, PlottedBench):
     """A decode step of whole models: transformers alone, then eprt's layers eager, in steps and in CUDA graphs."""
 
     world: int | None = 2

@@ -47,6 +47,7 @@ def doctor(arguments: Doctor, terminal: Terminal) -> int:
     Raises ConfigError for options of --run and --faults without them, which would do nothing.
     """
     _require_use(arguments)
+    found = fault_report(arguments, terminal) if arguments.faults else None
     report: dict[str, Any] = {
         "versions": diagnosis.versions(),
         "devices": diagnosis.devices(),
@@ -63,15 +64,15 @@ def doctor(arguments: Doctor, terminal: Terminal) -> int:
         worlds += [("cuda", torch.cuda.device_count())] if torch.cuda.is_available() else []
         report["conformance"] = [_prove(device, size, terminal) for device, size in worlds]
         failed = sum(len(world["failures"]) for world in report["conformance"])
-    if arguments.faults:
-        report["faults"] = break_ranks(arguments, terminal)
+    if found is not None:
+        report["faults"] = break_ranks(found, arguments, terminal)
         failed += sum(not row["ok"] for row in report["faults"])
     terminal.result(report)
     return 1 if failed else 0
 
 
 def _require_use(arguments: Doctor) -> None:
-    """Raises ConfigError for options that would do nothing."""
+    """Raises ConfigError for options that would do nothing, and for no rank."""
     given = changed(arguments, ("device", "trials", "seeds", "jobs", "output", "resume"))
     if given and not arguments.faults:
         raise ConfigError(f"{', '.join(given)}: of the trials of --faults: add it; --json prints the whole report")
@@ -81,6 +82,8 @@ def _require_use(arguments: Doctor) -> None:
             f"--world {arguments.world}: CPU ranks of --run, and of --faults with --device cpu: add one of them, or "
             "leave it out; on GPUs there is a rank for each"
         )
+    if arguments.run:
+        world_size(arguments.world, "cpu")
 
 
 def _say(report: dict[str, Any], terminal: Terminal) -> None:
@@ -143,10 +146,14 @@ class FaultReport:
     Args:
         asked: cells of the matrix, all runs together.
         output: the file, written after each trial; None: nothing is written.
+
+    Attributes:
+        device, world: of the trials' ranks.
     """
 
     def __init__(self, asked: Sequence[Trial], jobs: int, output: Path | None) -> None:
         self._asked, self._output = asked, output
+        self.device, self.world = asked[0].device, asked[0].world
         self._facts = {"timeout_s": asked[0].timeout_s, "slack_s": SLACK_S, "jobs": jobs, "cells": len(asked)}
         self._earlier: list[dict[str, Any]] = []
         self._found: list[tuple[int, Result]] = []  # beside the number of its run
@@ -220,9 +227,8 @@ def _where(trial: Trial, machine: list[str]) -> str:
     return f"{trial.world} ranks on {', '.join(names) if trial.device == 'cuda' else 'the CPU'}"
 
 
-def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
-    """Runs the trials, and first one for each dispatcher in which nothing breaks; returns one row for each. Cut short
-    by a signal it prints what it found before it ends.
+def fault_report(arguments: Doctor, terminal: Terminal) -> FaultReport:
+    """Returns the report of the trials that are asked for, with what the file has of them under --resume.
 
     Raises ConfigError for fewer than two ranks, numbers below one, or an --output that --resume can't go on with.
     """
@@ -241,7 +247,13 @@ def break_ranks(arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
     found = FaultReport(asked, arguments.jobs, output)
     if arguments.resume:
         found.resume()
-    left = found.left()
+    return found
+
+
+def break_ranks(found: FaultReport, arguments: Doctor, terminal: Terminal) -> list[dict[str, Any]]:
+    """Runs the trials that aren't in `found` yet, and first one for each dispatcher in which nothing breaks; returns
+    one row for each. Cut short by a signal it prints what it found before it ends."""
+    left, device, world = found.left(), found.device, found.world
     calm = [one for one in controls(world, device) if any(one.dispatcher == cell.dispatcher for cell in left)]
     found.forget(calm)
     if device == "cpu":  # on GPUs every trial ended by SIGSEGV with these there; whether by them isn't known

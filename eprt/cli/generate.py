@@ -31,7 +31,7 @@ from eprt.cli.prompts import Prompt, read_prompts
 from eprt.cli.ranks import Ranks, ranks, world_size
 from eprt.cli.run import checkpoint_directory
 from eprt.cli.terminal import Terminal, counted, write
-from eprt.config import RuntimeConfig
+from eprt.config import MAX_TOKENS, require_size
 from eprt.errors import CheckpointError, ConfigError, InputError, one_block
 from eprt.json_files import shown
 from eprt.models import family_for, has_family
@@ -100,7 +100,7 @@ def _check(arguments: Generate) -> None:
     if not (installed := TRANSFORMERS.check()):
         raise ConfigError(f"eprt generate runs transformers' models: {installed.reason}")
     world_size(arguments.world, arguments.device)
-    RuntimeConfig(max_tokens_per_rank=arguments.max_tokens)
+    require_size("--max-tokens", arguments.max_tokens, MAX_TOKENS)
     if arguments.batch < 1:
         raise ConfigError(f"--batch {arguments.batch}: must be at least 1")
     if arguments.graphs and arguments.no_graphs:

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +35,7 @@ class Journal:
 
     Raises:
         ConfigError: the file can't be read or written, isn't a regular one, wasn't begun by `eprt generate`, or holds
-            answers to other prompts or under other settings. It is left as it is.
+            answers to other prompts or under other settings, or another process writes it. It is left as it is.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], round_size: int, prompts: Sequence[str]) -> None:
@@ -42,6 +43,7 @@ class Journal:
         header = json.dumps({_KEY: {**settings, "round": round_size}}).encode() + b"\n"
         try:
             self._file = _opened(path)
+            _lock(self._file, path)
             held = self._file.read()
         except OSError as error:
             raise ConfigError(f"--output {path}: {error.strerror or error}") from error
@@ -110,6 +112,18 @@ def _opened(path: Path) -> BinaryIO:
     if found.st_nlink > 1:
         raise ConfigError(f"--output {path}: a file with {found.st_nlink} names (hard links); {_REMEDY}")
     return path.open("r+b", buffering=0)
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Holds the file until it is closed. Raises ConfigError where another process does: two would write over each
+    other's answers."""
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(f"--output {path}: another eprt generate writes it: wait, or name another file") from error
+    except OSError:  # a file system without locks
+        pass
 
 
 def _object(line: bytes) -> dict[str, Any]:

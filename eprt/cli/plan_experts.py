@@ -15,7 +15,7 @@ from eprt.cli.arguments import PlanExperts
 from eprt.cli.explain import kinds_of_layers
 from eprt.cli.parsing import changed
 from eprt.cli.terminal import Terminal, columns
-from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
+from eprt.config import MAX_TOKENS, MoEConfig, ParallelConfig, RuntimeConfig, require_size
 from eprt.errors import ConfigError
 from eprt.files import write_whole
 from eprt.models.published import model_config
@@ -36,6 +36,7 @@ LAYERS = columns(
 def plan_experts(arguments: PlanExperts, terminal: Terminal) -> int:
     """Plans placements of all layers. Returns 0, also where replicas don't pay."""
     _require_model_for_estimate(arguments)
+    require_size("--tokens", arguments.tokens, MAX_TOKENS)
     configs: dict[int, MoEConfig] = {}  # by layer; none without a model
     if arguments.model is not None:
         kinds = kinds_of_layers(model_config(arguments.model))

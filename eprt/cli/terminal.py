@@ -242,7 +242,7 @@ def configure_logging() -> None:
 
     Raises ConfigError for a level that doesn't exist.
     """
-    name = os.environ.get("EPRT_LOG", "WARNING").upper()
+    name = (os.environ.get("EPRT_LOG") or "WARNING").upper()
     if not isinstance(logging.getLevelName(name), int):  # of a name it knows, its number
         raise ConfigError(f"EPRT_LOG={name!r} is not a logging level: use DEBUG, INFO, WARNING or ERROR")
     logger = logging.getLogger("eprt")

@@ -68,6 +68,8 @@ class Checkpoint:
     def __init__(self, directory: str | Path) -> None:
         require_kinds(Checkpoint.__init__, locals())
         self.directory = Path(directory)
+        if os.path.exists(directory) and not os.path.isdir(directory):
+            raise CheckpointError(f"{directory}: not a folder: expected a checkpoint's, which holds {CONFIG}")
         self.config = read_config(self.directory)
         self.bytes_read = 0
         self.touched: set[str] = set()
@@ -262,7 +264,7 @@ def resolve_inside(directory: Path, name: str) -> Path:
     if path.parent not in allowed:
         raise CheckpointError(f"{directory / name}: links to {path}, outside the checkpoint's folder")
     if not is_file:
-        raise CheckpointError(f"{directory / name}: no such file")
+        raise CheckpointError(f"{directory / name}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
     return path
 
 

@@ -31,7 +31,7 @@ _SIZES = {
     "dispatch": ("ranks", "hidden", "top_k", "tokens"),
     "experts": ("hidden", "intermediate", "top_k", "experts", "local_experts", "tokens"),
 }
-_REMEDY = "remove it; eprt tune measures again"
+_REMEDY = "let EPRT_PLAN_ROWS name another, or remove it if it was eprt tune's, which measures again"
 _WORDS = {"dispatch": "payload", "experts": "weight_format"}
 
 

@@ -154,6 +154,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "inside a step": ("UsageError", "leave the step first"),
         "a stream that nobody reads on": (NOTHING,),
         "inside lockstep": ("UsageError", "lockstep or generate inside of lockstep, or in two threads at once"),
+        "another model inside lockstep": ("UsageError", "the ranks call different models at once (rank 0 model"),
         "a forward broken off": ("UsageError", "between two layers"),
         "generate after it": (NOTHING,),
         "backward to a router": ("UsageError", "has no gradient"),
@@ -300,8 +301,8 @@ def test_experts_that_are_sharded_packed_or_spread_already(name: str) -> None:
             parallelize(model, world)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "afmoe"])
-def test_adapters_of_experts_would_be_lost(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "wrapped"), [("mixtral", "base_layer"), ("afmoe", "original_module")])
+def test_adapters_of_experts_would_be_lost(name: str, wrapped: str, tmp_path: Path) -> None:
     """PEFT isn't installed here: what it leaves on a model are its configs, wrappers, and `get_base_model`."""
     from eprt.integrations.transformers import load_without_experts, parallelize
 
@@ -315,7 +316,7 @@ def test_adapters_of_experts_would_be_lost(name: str, tmp_path: Path) -> None:
     fresh().save_pretrained(tmp_path)
     held = adapted(fresh(), target_modules={"experts"})
     block = held.model.layers[1].mlp
-    block.experts = torch.nn.ModuleDict({"base_layer": block.experts})
+    block.experts = torch.nn.ModuleDict({wrapped: block.experts})
     with World.from_env("cpu") as world:
         for targets in (
             {"target_modules": {"q_proj"}, "target_parameters": ["experts.gate_up_proj"]},
@@ -325,7 +326,11 @@ def test_adapters_of_experts_would_be_lost(name: str, tmp_path: Path) -> None:
                 parallelize(adapted(load_without_experts(tmp_path), **targets), world)
         with pytest.raises(ConfigError, match=r"adapter \(mine\) changes model\.layers\.1\.mlp\.experts, which"):
             parallelize(held, world, checkpoint=tmp_path)
-        kept = adapted(load_without_experts(tmp_path), target_modules={"q_proj"}, target_parameters=None)
+        if name == "mixtral":  # whose router eprt reads itself
+            with pytest.raises(ConfigError, match=r"changes model\.layers\.0\.mlp\.gate, which"):
+                parallelize(adapted(load_without_experts(tmp_path), modules_to_save=["gate"]), world)
+        targets = {"target_modules": {"q_proj", "down_proj"}, "exclude_modules": r".*\.experts\..*"}
+        kept = adapted(load_without_experts(tmp_path), **targets, target_parameters=None)
         assert parallelize(SimpleNamespace(get_base_model=lambda: kept), world)
 
 

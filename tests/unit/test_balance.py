@@ -443,3 +443,5 @@ def test_plan_experts_says_when_it_does_not_pay(tiny, tmp_path, capsys) -> None:
     assert "--tokens 4 --phase decode: of the estimate" in capsys.readouterr().err
     assert main([*words[:3], "--slots", "7"]) == 2
     assert "7 slots for 8 experts" in capsys.readouterr().err
+    assert main([*words, "--tokens", "0"]) == 2
+    assert "--tokens 0: must be a positive integer" in capsys.readouterr().err

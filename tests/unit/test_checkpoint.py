@@ -236,6 +236,9 @@ class TestFolderRefused:
 
     def test_a_path_that_the_system_refuses(self):
         refuses("a" * 5000, "can't be read: File name too long")
+        refuses("/dev/null", "/dev/null: not a folder")
+        with pytest.raises(CheckpointError, match="/dev/null: not a regular file"):
+            read_config("/dev/null")
         refuses("openai/gpt-oss-20b", "openai/gpt-oss-20b: no such file or folder; `hf download`")
         with pytest.raises(CheckpointError, match="can't be read: No such file"):
             Shard(Path("gone"), Path("gone"))

@@ -273,12 +273,16 @@ def test_doctor_reports_this_machine(capsys) -> None:
         ("--world 2", "--world 2: CPU ranks of --run, and of --faults"),
         ("--faults --device cuda --world 2", "on GPUs there is a rank for each"),
         ("--faults --seeds", "0 --seeds: expected at least 1 of each"),
+        ("--faults --trials 0", "--trials 0, --jobs 1, 1 --seeds: expected at least 1 of each"),
+        ("--run --world 0", "--world 0: must be at least 1"),
         ("--faults --world 1", "1 cpu ranks: it takes at least 2; use --device cpu --world 2"),
     ],
 )
 def test_flags_that_doctor_could_do_nothing_with_are_refused(words: str, says: str, capsys) -> None:
     assert main(["doctor", *words.split()]) == 2
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert says in said.err
+    assert not said.out, "refused before the report"
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
@@ -359,6 +363,9 @@ def test_ranks_other_than_0_are_silent(capsys, monkeypatch) -> None:
     Terminal(json=True).result({"a": 1})
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+    monkeypatch.setenv("EPRT_LOG", "")
+    assert main(["explain", "--model", "gpt-oss-20b"]) == 0, "which has nothing to do with other ranks"
+    assert "Choice: dispatcher" in capsys.readouterr().out
 
 
 def test_logging_leaves_the_root_logger_alone(monkeypatch) -> None:

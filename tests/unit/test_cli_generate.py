@@ -208,8 +208,10 @@ def no_ranks(monkeypatch) -> None:
         (["--graphs", "--no-graphs"], "choose one"),
         (["--model", "someone/else"], "someone/else: no such directory, and no model to be had from the hub"),
         (["--world", "0"], "--world 0: must be at least 1"),
-        (["--max-tokens", "0"], "max_tokens_per_rank"),
+        (["--max-tokens", "0"], "--max-tokens 0: must be a positive integer"),
         (["--model", "/no/such"], "/no/such"),
+        (["--model", "/dev/null"], "/dev/null: not a folder"),
+        (["--model", "pyproject.toml"], "pyproject.toml: not a folder"),
     ],
 )
 def test_options_and_files_are_refused_before_ranks_start(
@@ -325,6 +327,17 @@ def test_a_file_of_anything_else_is_left_as_it_is(tmp_path: Path, held: bytes, s
     with pytest.raises(ConfigError, match=re.escape(said)):
         Journal(path, SETTINGS, 2, PROMPTS)
     assert path.read_bytes() == held
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    first = Journal(path, SETTINGS, 2, PROMPTS)
+    with pytest.raises(ConfigError, match=r"answers\.jsonl: another eprt generate writes it"):
+        Journal(path, SETTINGS, 2, PROMPTS)
+    first.write(ANSWERS)
+    first.close()
+    assert path.read_bytes() == lines([HEADER, *ANSWERS])
+    Journal(path, SETTINGS, 2, PROMPTS).close()
 
 
 def test_a_file_without_a_prompt_says_so(tiny: Path, tmp_path: Path, no_ranks, capsys) -> None:

@@ -62,7 +62,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def run(output: Path, trials: int, **more: object) -> list[dict]:
-    return doctor.break_ranks(Doctor(output=output, trials=trials, world=2, **more), Terminal(speaks=True))
+    asked, terminal = Doctor(output=output, trials=trials, world=2, **more), Terminal(speaks=True)
+    return doctor.break_ranks(doctor.fault_report(asked, terminal), asked, terminal)
 
 
 def test_runs_fill_one_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +122,7 @@ def test_another_machines_file_is_refused(runs: Runs, tmp_path, change: Callable
 
 def test_resume_without_a_file_to_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="--output"):
-        doctor.break_ranks(Doctor(resume=True, world=2), Terminal(speaks=False))
+        doctor.fault_report(Doctor(resume=True, world=2), Terminal(speaks=False))
 
 
 def test_a_dispatchers_cells_wait_for_its_trial_in_which_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_a_file_of_ones_own_that_is_none_is_an_error(tmp_path: Path, monkeypatch
     path = tmp_path / "plan.json"
     path.write_text(content, encoding="latin1")
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(path))
-    with pytest.raises(ConfigError, match=f"{path}: ({complaint}).*; remove it; eprt tune measures again") as told:
+    with pytest.raises(ConfigError, match=f"{path}: ({complaint}).*; let EPRT_PLAN_ROWS name another") as told:
         dispatch()
     assert len(str(told.value)) < 1000
 

@@ -97,7 +97,7 @@ def test_what_takes_too_long_is_ended_and_said(tmp_path: Path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("{}", "expected a list of tables; remove it; eprt tune measures again"),
+        ("{}", "expected a list of tables; let EPRT_PLAN_ROWS name another, or remove it"),
         (None, "; EPRT_PLAN_ROWS names another"),
     ],
 )

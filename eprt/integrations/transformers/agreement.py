@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -133,6 +133,7 @@ class ForwardAgreement:
         self.decode: object = None
         self.told_of_state = False
         self.in_lockstep = False
+        self._number = self.world.num_dispatchers  # another model's differs: its layers were built before, or after
         self._silent = False
         self._step: AbstractContextManager[Step] | None = None
         self._met = self._broken_off = False
@@ -181,18 +182,34 @@ class ForwardAgreement:
 
         `num_tokens` is this rank's T, or None if it has left its loop and only waits for the others. Returns whether
         the forward takes place: at least one rank hasn't left.
+
+        Raises:
+            UsageError: another rank calls another model of this World; the same on every rank.
         """
         self.end()  # one that an exception kept from its last layer
         going = True
         if self.world.current_step is None:
-            step = self.world.step(num_tokens or 0, words=(int(num_tokens is None),))
+            step = self.world.step(num_tokens or 0, words=(int(num_tokens is None), self._number))
             words = step.__enter__().words
-            going = any(alive and not left for alive, (left,) in zip(self.world.alive, words, strict=True))
             self._step = step
+            here = {rank: said for rank, said in enumerate(words) if self.world.alive[rank]}
+            going = not all(left for left, _ in here.values())
+            if len({number for _, number in here.values()}) > 1:
+                self.end()
+                self._refuse_others(here)
         if not going:
             self.end()
         self._met = going
         return going
+
+    def _refuse_others(self, here: dict[int, tuple[int, ...]]) -> NoReturn:
+        calls = ", ".join(f"rank {rank} model {number}" for rank, (_, number) in here.items())
+        error = UsageError(
+            f"the ranks call different models at once ({calls}): inside of lockstep(model) call no other model, and "
+            "enter no other's lockstep, unless every rank makes the same calls in the same order"
+        )
+        error.shared = True
+        raise error
 
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the step, if one is open."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -141,7 +142,7 @@ def find_checkpoint(path_or_hub_id: str | Path, **where: Any) -> Path:
     """
     require_kinds(find_checkpoint, locals())
     path = Path(path_or_hub_id)
-    if path.is_dir():
+    if os.path.exists(path):  # what is no checkpoint is refused where it is opened
         return path
     if not _HUB_ID.fullmatch(str(path_or_hub_id)):
         raise CheckpointError(f"{path}: no such directory")

@@ -257,6 +257,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("inside a step", inside_a_step)
     attempt("a stream that nobody reads on", lambda: next(stream(model, ids)) if world.rank == 0 else [*stream(model)])
     attempt("inside lockstep", lambda: inside_lockstep(model, world.rank == 0))
+    attempt("another model inside lockstep", lambda: inside_lockstep(model, world.rank == 0, with_own_block))
     model.config.output_router_logits = True
     attempt("router logits in the config later", lambda: model(ids))
     model.config.output_router_logits = False
@@ -295,12 +296,12 @@ def broken_off(model) -> None:
         second.remove()
 
 
-def inside_lockstep(model, generates: bool) -> None:
+def inside_lockstep(model, generates: bool, other=None) -> None:
     from eprt.integrations.transformers import generate, lockstep
 
     with lockstep(model):
         if generates:
-            generate(model, [[5]])
+            generate(other or model, [[5]])
 
 
 def stream(model, *batches):
