@@ -199,7 +199,7 @@ def test_packed_experts_are_named_by_their_dtype(tmp_path: Path) -> None:
 def test_a_rank_without_tokens_calls_looped_layers_once_a_pass() -> None:
     from eprt.integrations.transformers import agreement
 
-    world: Any = SimpleNamespace()
+    world: Any = SimpleNamespace(num_dispatchers=0)
     model: Any = nn.ModuleList(nn.Identity() for _ in range(5))
     for module in model[1:]:
         module.eprt_place = agreement.Place(world, torch.bfloat16)
