@@ -171,7 +171,8 @@ def test_a_file_of_ones_own_that_is_none_is_an_error(tmp_path: Path, monkeypatch
     path = tmp_path / "plan.json"
     path.write_text(content, encoding="latin1")
     monkeypatch.setenv("EPRT_PLAN_ROWS", str(path))
-    with pytest.raises(ConfigError, match=f"{path}: ({complaint}).*; let EPRT_PLAN_ROWS name another") as told:
+    remedy = "let EPRT_PLAN_ROWS name another, or remove it if it was eprt tune's, which measures again"
+    with pytest.raises(ConfigError, match=f"{path}: ({complaint}).*; {remedy}") as told:
         dispatch()
     assert len(str(told.value)) < 1000
 

@@ -97,7 +97,11 @@ def test_what_takes_too_long_is_ended_and_said(tmp_path: Path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("{}", "expected a list of tables; let EPRT_PLAN_ROWS name another, or remove it"),
+        (
+            "{}",
+            "expected a list of tables; let EPRT_PLAN_ROWS name another, or remove it if it was eprt tune's, which "
+            "measures again",
+        ),
         (None, "; EPRT_PLAN_ROWS names another"),
     ],
 )

@@ -29,6 +29,12 @@ def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
         )
 
 
+def require_unspread(model: nn.Module) -> None:
+    """Raises UsageError if experts of the model are spread over a World already."""
+    if any("eprt_place" in module.__dict__ for module in model.modules()):
+        raise UsageError("the model is parallelized already: load it once more to spread it over another world")
+
+
 def require_plain(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises ConfigError if tensors that a rank takes its experts from are spread over ranks already (DTensors), or
     hold packed numbers, whose scales lie elsewhere."""

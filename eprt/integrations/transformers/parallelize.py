@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from eprt.config import ParallelConfig, RuntimeConfig
-from eprt.errors import ConfigError, EprtError, UnsupportedError, UsageError, aligned
+from eprt.errors import ConfigError, EprtError, UnsupportedError, aligned
 from eprt.graphs.recording import refusal_of
 from eprt.integrations.transformers.adapters import require_none_inside, without_wrapper
 from eprt.integrations.transformers.agreement import ForwardAgreement, Place, agreement_of
@@ -23,6 +23,7 @@ from eprt.integrations.transformers.dense import (
     require_loaded,
     require_plain,
     require_same_weights,
+    require_unspread,
 )
 from eprt.integrations.transformers.load import SAME_MODEL, Placeholder, block_at, find_checkpoint, names_inside
 from eprt.integrations.transformers.spread import spread
@@ -177,8 +178,7 @@ def _checked_file(config: dict[str, Any], parallel: ParallelConfig, given: str |
 
 
 def _check_model(model: nn.Module) -> None:
-    if any("eprt_place" in module.__dict__ for module in model.modules()):
-        raise UsageError("the model is parallelized already: load it once more to spread it over another world")
+    require_unspread(model)
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise ConfigError(f"{type(model).__name__} has no floating-point parameters: expected a loaded model")
     if (dtype := _dtype_of(model)) not in (torch.bfloat16, torch.float32):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
-from eprt.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
+from eprt.errors import CheckpointError, ConfigError, UnsupportedError
 from eprt.integrations.transformers.adapters import require_none_inside
 from eprt.integrations.transformers.agreement import NUMBER, Place, layer_numbers
 from eprt.integrations.transformers.dense import (
@@ -28,6 +28,7 @@ from eprt.integrations.transformers.dense import (
     require_loaded,
     require_plain,
     require_same_weights,
+    require_unspread,
 )
 from eprt.integrations.transformers.experts import (
     activation_of,
@@ -188,8 +189,7 @@ class _Source:
                 "experts modules of transformers"
             )
         self.numbers = layer_numbers(self.modules)
-        if any("eprt_place" in module.__dict__ for module in self.modules.values()):
-            raise UsageError("the model is parallelized already: load it once more to spread it over another world")
+        require_unspread(model)
         try:
             self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         except NotImplementedError as error:
