@@ -432,7 +432,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_qwen3": lambda: duel("vllm_qwen3_h200_x1", "vLLM"),
     "vllm_qwen3_fp8": lambda: duel("vllm_qwen3_30b_fp8_h200_x1", "vLLM"),
     "vllm_gemma4": lambda: duel("vllm_gemma4_h200_x1", "vLLM"),
-    "sglang_one_gpu": lambda: duel("sglang_gpt_oss_20b_h100_x1", "SGLang"),
+    "sglang_one_gpu": lambda: duel("sglang_gpt_oss_20b_h200_x1", "SGLang"),
     "sglang_qwen3": lambda: duel("sglang_qwen3_h200_x1", "SGLang"),
     "sglang_prompts": lambda: duel("sglang_prompts_h200_x1", "SGLang"),
     "sglang_two_gpus": lambda: duel("sglang_gpt_oss_20b_h100_x2", "SGLang"),

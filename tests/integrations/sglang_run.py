@@ -105,6 +105,13 @@ class Trainer:
     def disk(self, checkpoint: str) -> None:
         done(self._engine.update_weights_from_disk(checkpoint))
 
+    def asleep(self, checkpoint: str) -> None:
+        """As a trainer on the same GPUs, which takes all memory, and gives back that of the weights first."""
+        self._engine.release_memory_occupation()
+        self._engine.resume_memory_occupation(["weights"])
+        self.disk(checkpoint)
+        self._engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+
     def tensors(self, checkpoint: str) -> None:
         """In three pieces, two of which end within an expert, with an answer between them."""
         weights = weights_of(checkpoint)

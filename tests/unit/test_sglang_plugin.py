@@ -12,19 +12,25 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.builders import distinct_experts, layer_of
 from support.cases.packed_int4 import QUANT
 from support.cases.vllm_layouts import named
 from support.stand_ins.sglang import GPT_OSS, TopK, arguments, fused_moe, runner_config
 
-from eprt.config import Activation, MoEConfig
+from eprt.bench.experts import random_experts
+from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import ConfigError, UsageError
+from eprt.experts.in_place import leaves
 from eprt.integrations.engine.parameters import FallsBackToEngine
+from eprt.integrations.engine.ranks import world_alone
+from eprt.integrations.engine.sleeping import address, addresses
 from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
 from eprt.integrations.sglang.method import EprtFusedMoEMethod, known_ids, output_scale
 from eprt.integrations.sglang.parameters import activation_of
 from eprt.integrations.sglang.state import SglangState, name_of
 from eprt.models.published import MODELS
 from eprt.support import Device
+from eprt.tokens import TopK as Chosen
 
 
 @pytest.mark.parametrize("version", [*TESTED, "0.5.18", "0.5.22.post1"])
@@ -111,7 +117,6 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"elastic_ep_backend": "nixl"}, "--elastic-ep-backend"),
     ({"pp_size": 2}, "--pp-size"),
     ({"attn_cp_size": 2}, "context parallelism"),
-    ({"enable_memory_saver": True}, "--enable-memory-saver"),
     ({"dwdp_size": 2}, "--dwdp-size"),
     ({"kt_weight_path": "folder"}, "--kt-weight-path"),
     ({"cpu_offload_gb": 4}, "--cpu-offload-gb"),
@@ -248,6 +253,42 @@ def test_new_weights_that_came_in_part_wait(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("backup", "tags", "counted"),
+    [(False, None, 6), (False, ["kv_cache", "weights"], 6), (False, ["kv_cache"], 0), (True, None, 0)],
+)
+def test_what_released_memory_held_comes_back(
+    backup: bool, tags: list[str] | None, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a layer had when it was loaded is overwritten; counters are as they were, unless SGLang itself keeps
+    them, or the weights' memory."""
+    args = arguments(enable_memory_saver=True, enable_weights_cpu_backup=backup)
+    monkeypatch.setattr("eprt.integrations.sglang.state._arguments", lambda: args)
+    config, state = MoEConfig(8, 2, 32, 64), SglangState()
+    monkeypatch.setattr(state, "reports", lambda: False)
+    with world_alone(torch.device("cpu")) as world:
+        layer = layer_of(
+            world,
+            config,
+            random_experts(config, 8, world.device),
+            RuntimeConfig(max_tokens_per_rank=16, count_load=True),
+        )
+        state.worlds["local"], state.built, state.cold = world, [layer], [layer]
+        held = addresses([layer])
+        hooks._loaded(state, None, SimpleNamespace(model=torch.nn.Module()))
+        layer(torch.randn(3, 32), Chosen(distinct_experts(3, 8, 2, torch.Generator()), torch.ones(3, 2)))
+
+        def taken(manager: Any, request: Any) -> None:
+            for tensor in leaves(layer).values():
+                if isinstance(tensor, torch.Tensor) and address(tensor) in held:
+                    tensor.zero_()
+
+        request = SimpleNamespace(tags=tags)
+        hooks._released(state, taken, None, request)
+        hooks._resumed(state, lambda manager, request: None, None, request)
+        assert int(layer.load().sum()) == counted
+
+
 @pytest.mark.parametrize("flags", [{}, {"enable_eplb": True}])
 def test_shared_experts_are_not_fused_where_eprt_runs_layers(flags: dict[str, Any]) -> None:
     one = arguments(**ALONE, **flags)
@@ -285,6 +326,8 @@ def test_graphs_of_prefill_are_sglangs_default_unless_they_are_compiled(
         ({"disable_cuda_graph": True}, False, None),
         ({"disaggregation_mode": "decode"}, False, None),
         ({"device": "cpu"}, False, None),
+        ({"enable_memory_saver": True}, False, "breakable"),
+        ({"enable_memory_saver": "graphs"}, False, None),  # with the graphs' memory
         ({"cuda_graph_backend_prefill": "full"}, False, "full"),
     ],
 )
@@ -292,6 +335,8 @@ def test_graphs_of_prefill_are_asked_for_under_eprts_all_to_all(
     flags: dict[str, Any], latent: bool, asked: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang switches its default off where it doesn't know who carries the tokens."""
+    if flags.get("enable_memory_saver") == "graphs":
+        monkeypatch.setenv(supported.GRAPHS_ASLEEP, "1")
     monkeypatch.setattr(hooks, "all_to_all_reason", lambda args, given: "")
     monkeypatch.setattr(supported, "_model_config", lambda args: {"kv_lora_rank": 512} if latent else {})
     several = arguments(cuda_graph_config=None, **flags)

@@ -57,6 +57,9 @@ def install(state: SglangState) -> None:
     register("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
     for save in ("save_sharded_model", "save_remote_model"):
         register(f"managers.scheduler.Scheduler.{save}", partial(_saved, state))
+    manager = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+    register(manager + "release_memory_occupation", partial(_released, state))
+    register(manager + "resume_memory_occupation", partial(_resumed, state))
     updater = "model_executor.model_runner_components.weight_updater."
     register(updater + "_unsupported_derived_weight_cache_error", partial(_update_refused, state))
     register(updater + "WeightUpdater.update_weights_from_tensor", partial(_from_tensors, state))
@@ -187,7 +190,7 @@ def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> No
     """Warms up as soon as the model is loaded: SGLang gives what memory is left then to its KV cache."""
     take_over_gates(runner.model)
     if state.cold:
-        state.warm()
+        state.loaded()
     elif not state.bindings and state.reports():
         if state.fallbacks:
             state.report()
@@ -213,6 +216,23 @@ def _from_tensors(
     if state.bindings and load_format == "direct":
         return False, DIRECT
     return original(updater, named_tensors, load_format)
+
+
+def _released(state: SglangState, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if _of_weights(request):
+        state.release()
+    return original(manager, request)
+
+
+def _resumed(state: SglangState, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    result = original(manager, request)
+    if _of_weights(request):
+        state.kept.restore()
+    return result
+
+
+def _of_weights(request: Any) -> bool:
+    return not request.tags or "weights" in request.tags
 
 
 def _before_forward(state: SglangState, *_: Any, **__: Any) -> None:

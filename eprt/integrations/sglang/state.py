@@ -11,6 +11,7 @@ import torch
 
 from eprt.errors import ConfigError
 from eprt.integrations.engine.ranks import POLL_S, world_alone, world_of
+from eprt.integrations.engine.sleeping import Kept, address, addresses
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.sglang.supported import (
     ALL_TO_ALL,
@@ -36,6 +37,8 @@ class SglangState(EngineState):
         layer_ids: numbers of the layers that eprt runs, as SGLang's routers know them.
         top_k: experts that a token visits, of the router that was made last.
         lacking: what the log was told last of new weights that came in part, or "".
+        kept: what comes back with the memory that SGLang gave away.
+        loaded_at: addresses of what layers had when the model was loaded, which `--enable-memory-saver` takes away.
     """
 
     engine = "SGLang"
@@ -45,6 +48,8 @@ class SglangState(EngineState):
     layer_ids: set[int] = field(default_factory=set)
     top_k: int | None = None
     lacking: str = ""
+    kept: Kept = field(default_factory=Kept)
+    loaded_at: set[int] = field(default_factory=set)
 
     def options(self) -> dict[str, Any]:
         return options()
@@ -99,6 +104,17 @@ class SglangState(EngineState):
             bound.finish()
         if whole and cuda:
             torch.cuda.synchronize()  # their memory goes back to that stream
+
+    def loaded(self) -> None:
+        """Warms up, and notes before what of the layers SGLang may take away: it keeps no copy of that."""
+        args = _arguments()
+        if args.enable_memory_saver and not args.enable_weights_cpu_backup:
+            self.loaded_at = addresses(self.built)
+        self.warm()
+
+    def release(self) -> None:
+        """Copies what SGLang is about to take away, less the experts: those are loaded again."""
+        self.kept.save(self.built, lambda tensor: address(tensor) in self.loaded_at)
 
     def await_verdict(self) -> None:
         """Waits a moment for the line that names a lost rank, where ranks watch each other."""

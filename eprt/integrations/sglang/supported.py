@@ -35,6 +35,7 @@ VARIABLE = "EPRT_SGLANG"
 ALL_TO_ALL = "all_to_all"  # beside RuntimeConfig's fields there; False: SGLang gathers and sums the tokens
 CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
 EAGER = "--disable-cuda-graph"
+GRAPHS_ASLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # with --enable-memory-saver
 # Models whose code was read for what it does around the experts under an all-to-all.
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
 FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
@@ -89,7 +90,6 @@ def require_supported(args: Any) -> None:
             (has("elastic_ep_backend"), "--elastic-ep-backend changes the ranks of a running engine"),
             (args.pp_size > 1, "--pp-size: stages of a pipeline have layers of their own"),
             (_context_parallel(args), "context parallelism splits tokens in a way that eprt isn't told"),
-            (has("enable_memory_saver"), "--enable-memory-saver takes the experts' memory away and loads it again"),
             (getattr(args, "dwdp_size", 1) > 1, "--dwdp-size moves experts while layers run"),
             (has("kt_weight_path"), "--kt-weight-path keeps experts on the CPU"),
             (has("cpu_offload_gb"), "--cpu-offload-gb keeps weights on the CPU"),
@@ -129,9 +129,10 @@ def keeps_prefill_graphs(args: Any) -> bool:
     """Returns whether a flag has to ask for CUDA graphs of prefill, which SGLang's default keeps from foreign
     all-to-alls. All ranks replay them at once, padded to one size, or none does.
 
-    SGLang has none for latent attention (DeepSeek's) and on ranks that only decode.
+    SGLang has none for latent attention (DeepSeek's), on ranks that only decode, and in memory that it gives away.
     """
-    if args.moe_a2a_backend != CARRIED or _device(args) != "cuda":
+    given_away = args.enable_memory_saver and os.environ.get(GRAPHS_ASLEEP, "").lower() in ("true", "1")
+    if args.moe_a2a_backend != CARRIED or _device(args) != "cuda" or given_away:
         return False
     latent = _model_config(args).get("kv_lora_rank") is not None
     return not latent and getattr(args, "disaggregation_mode", "null") != "decode"

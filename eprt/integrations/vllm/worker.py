@@ -1,25 +1,20 @@
-"""Hooks into vLLM's worker, which calls no layer where it replays a graph of the whole model, and puts models to sleep.
-
-At sleep level 2 vLLM drops everything that was allocated while the model was loaded, keeps the addresses, and restores
-the model's own buffers only. Experts are loaded again afterwards; tables, counters and constants of a layer aren't.
-"""
+"""Hooks into vLLM's worker, which calls no layer where it replays a graph of the whole model, and puts models to
+sleep."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from eprt.errors import UnsupportedError, UsageError
-from eprt.experts.grouped import four_bit
-from eprt.experts.in_place import leaves
+from eprt.errors import UsageError
+from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.engine.state import EngineState
 from eprt.integrations.vllm.routing import take_over_gates
-from eprt.layer import ExpertParallelMoE
 
 ASLEEP = "its experts were given away (sleep level 2): load all weights before the next call"
 
@@ -42,7 +37,7 @@ def watch_worker(state: EngineState) -> None:
 
     def before_sleep(_: Any, level: int = 1) -> None:
         if level == 2:
-            kept.save(state.built, lost_in_sleep())
+            put_to_sleep(state, kept, lost_in_sleep())
 
     def after_waking(_: Any, tags: list[str] | None = None) -> None:
         if tags is None or "weights" in tags:
@@ -56,6 +51,13 @@ def watch_worker(state: EngineState) -> None:
         _surround(worker, name, before=partial(_require_no_experts, state))
     _surround(worker, "sleep", before=before_sleep)
     _surround(worker, "wake_up", after=after_waking)
+
+
+def put_to_sleep(state: EngineState, kept: Kept, lost: Callable[[torch.Tensor], bool]) -> None:
+    """Keeps the tensors of which `lost` is true, less the experts; calls are refused until those are loaded."""
+    kept.save(state.built, lost)
+    for layer in state.built:
+        layer.refuse_calls(f"layer {layer.dispatcher.layer}: {ASLEEP}")
 
 
 def watch_config(read: Callable[[Any], None]) -> None:
@@ -80,48 +82,6 @@ def _require_no_experts(state: EngineState, *_: Any, **__: Any) -> None:
             f"eprt holds the experts of {count} layers, and what vLLM saves would lack them: save it from an engine "
             "that runs with VLLM_PLUGINS=none"
         )
-
-
-class Kept:
-    """Copies of the tensors that sleep would take from some layers, on the CPU."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def save(self, layers: Iterable[ExpertParallelMoE], lost: Callable[[torch.Tensor], bool]) -> None:
-        """Copies the tensors of which `lost` is true, less the experts; calls are then refused until those are loaded.
-
-        Sleeping twice keeps the first copies: later ones would be of memory that is gone.
-        """
-        first = not self._copies
-        for layer in layers:
-            experts = _experts(layer)
-            found = {id(t): t for t in leaves(layer).values() if isinstance(t, torch.Tensor)} if first else {}
-            for tensor in found.values():
-                if _address(tensor) not in experts and lost(tensor):
-                    self._copies.append((tensor, tensor.to("cpu", copy=True)))
-            layer.refuse_calls(f"layer {layer.dispatcher.layer}: {ASLEEP}")
-
-    @torch.inference_mode()
-    def restore(self) -> None:
-        """Writes the copies back where they were."""
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
-        self._copies.clear()
-        four_bit.table_on.cache_clear()  # its tables lay in memory that the engine took
-
-
-def _experts(layer: ExpertParallelMoE) -> set[int]:
-    """Returns the addresses of what a load of experts writes."""
-    try:
-        tensors = layer.executor.slot_tensors()
-    except UnsupportedError:
-        tensors = {name: value for name, value in leaves(layer.executor).items() if isinstance(value, torch.Tensor)}
-    return {_address(tensor) for tensor in tensors.values()}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def lost_in_sleep() -> Callable[[torch.Tensor], bool]:

@@ -19,9 +19,10 @@ from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CapacityError
 from eprt.integrations.engine import balancing
 from eprt.integrations.engine.ranks import redistribute
+from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.engine.state import describe
 from eprt.integrations.vllm.routing import take_over_gates
-from eprt.integrations.vllm.worker import Kept
+from eprt.integrations.vllm.worker import put_to_sleep
 from eprt.placement import EMPTY, ExpertPlacement
 from support.builders import live_tensors, said
 from support.stand_ins import vllm as stand_in
@@ -280,8 +281,8 @@ def slept(context: Any, path: str) -> dict[str, Any]:
         every = [each for number, each in live_tensors().items() if number not in before]
         outputs, kept, said = [applied(layer, context.rank)], Kept(), []
         for _ in range(2):
-            kept.save(vllm.state.built, lambda tensor: True)
-            kept.save(vllm.state.built, lambda tensor: True)  # asleep already
+            put_to_sleep(vllm.state, kept, lambda tensor: True)
+            put_to_sleep(vllm.state, kept, lambda tensor: True)  # asleep already
             for tensor in every:
                 tensor.fill_(77)
             kept.restore()

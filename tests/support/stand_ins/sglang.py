@@ -36,6 +36,7 @@ def arguments(**changes: Any) -> Any:
         max_prefill_tokens=16384,
         max_running_requests=None,
         init_expert_location="trivial",
+        enable_memory_saver=False,
         lora_target_modules=None,
     )
     vars(args).update(changes)
