@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,12 +77,12 @@ def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleav
 
 def _encoded(format: WeightFormat, dense: torch.Tensor, parts: int) -> Matrix:
     """Encodes [L, rows, cols] an expert at a time: on the way float32 copies of it are made."""
-    first = encode(format, dense[:1], parts)
+    encoded = (encode(format, one, parts) for one in dense.split(1))
+    first = next(encoded)
     whole = first.map(lambda tensor: tensor.new_empty(len(dense), *tensor.shape[1:]))
-    for number in range(len(dense)):
-        one = encode(format, dense[number : number + 1], parts).tensors()
-        for name, tensor in whole.tensors().items():
-            tensor[number] = one[name][0]
+    for number, one in enumerate(chain([first], encoded)):
+        for name, tensor in one.tensors().items():
+            whole.tensors()[name][number] = tensor[0]
     return whole
 
 

@@ -42,6 +42,12 @@ def fall_back(reasons: list[tuple[bool, str]]) -> None:
         raise FallsBackToEngine(reason)
 
 
+ADAPTERS = (
+    "--enable-lora: adapters of the experts live in {}'s own kernels; --lora-target-modules that names projections of "
+    "attention alone leaves the experts to eprt"
+)
+
+
 def adapts_attention(targets: Iterable[str] | None) -> bool:
     """Returns whether LoRA is kept off the experts by `--lora-target-modules`, the ends of modules' names."""
     return bool(named := set(targets or ())) and named <= _ATTENTION

@@ -17,6 +17,7 @@ from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.errors import CheckpointError, ConfigError, EprtError
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.settings import (
+    ADAPTERS,
     adapts_attention,
     checked_options,
     choose,
@@ -84,8 +85,7 @@ def require_supported(args: Any) -> None:
             (has("speculative_algorithm"), "--speculative-algorithm: layers of drafts are not told apart"),
             (
                 (has("enable_lora") or has("lora_paths")) and not adapts_attention(args.lora_target_modules),
-                "--enable-lora: adapters of the experts live in SGLang's own kernels; --lora-target-modules that names "
-                "projections of attention alone leaves the experts to eprt",
+                ADAPTERS.format("SGLang"),
             ),
             (has("elastic_ep_backend"), "--elastic-ep-backend changes the ranks of a running engine"),
             (args.pp_size > 1, "--pp-size: stages of a pipeline have layers of their own"),

@@ -12,6 +12,7 @@ from typing import Any
 from eprt.config import MoEConfig, RuntimeConfig, WeightFormat
 from eprt.integrations.engine.balancing import BalanceConfig
 from eprt.integrations.engine.settings import (
+    ADAPTERS,
     SCALE_BLOCK,
     adapts_attention,
     checked_options,
@@ -76,8 +77,7 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
         ),
         (
             (lora := config.lora_config) is not None and not adapts_attention(getattr(lora, "target_modules", None)),
-            "--enable-lora: adapters of the experts live in vLLM's own kernels; --lora-target-modules that names "
-            "projections of attention alone leaves the experts to eprt",
+            ADAPTERS.format("vLLM"),
         ),
         (
             not use_ep and dp_size > 1,
