@@ -30,13 +30,12 @@ fi
 "$python" -m pip --disable-pip-version-check freeze | grep '^torch==' >.venv/torch-constraint.txt
 echo "setup: installing eprt and what it needs to $kind into .venv (once)"
 if [ "$kind" = test ]; then
-  # Beside the rest, as pip unpacks one wheel after another. --no-deps: their own requirements would bring CUDA packages
-  # that signature tests don't need. CUDA builds of torch come with the triton they need.
+  pip --no-warn-conflicts -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot,docs]'
+  # --no-deps: their own requirements would bring CUDA packages that signature tests don't need. CUDA builds of torch
+  # come with the triton they need. Not beside the rest: pip fails where it meets a package that another one unpacks.
   kernels=(-r scripts/requirements-kernels.txt)
   "$python" -c 'import triton' 2>/dev/null || kernels+=(triton==3.9.0)
-  pip --no-deps "${kernels[@]}" &
-  pip --no-warn-conflicts -c .venv/torch-constraint.txt -r scripts/requirements-test.txt -e '.[test,dev,transformers,plot,docs]'
-  wait $!
+  pip --no-deps "${kernels[@]}"
 else
   pip -c .venv/torch-constraint.txt -e .
 fi
