@@ -125,6 +125,17 @@ def test_tokens_travel_to_an_idle_rank_and_back_and_a_killed_rank_is_named(
     assert re.search(rf"eprt: rank 1 exited: process {victim[1]} is gone; .* missed by rank 0", log), log[-4000:]
 
 
+def test_stages_of_a_pipeline_have_their_own_layers(qwen3: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    """Each stage brings the new weights of its layers in."""
+    model, want = qwen3
+    [(trained, then)] = retrained(model, [tmp_path / "trained"])
+    updates = [("disk", str(trained))]
+    code, log, tokens = run(tmp_path, model, "cpu,eprt", {"pp_size": 2}, "float32", updates=updates)
+    assert (code, tokens) == (0, [want, then]), log[-3000:]
+    for stage, layers in ((0, "1 of 1"), (1, "2 of 2")):
+        assert re.search(rf"PP{stage}\] eprt: {layers} MoE layers .* on this rank alone", log), log[-3000:]
+
+
 def test_adapters_of_attention_beside_the_experts(qwen3: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     model, want = qwen3
     tuned = adapted(model, tmp_path / "adapter")

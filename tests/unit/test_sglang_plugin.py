@@ -115,7 +115,6 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"enable_lora": True, "lora_target_modules": {"q_proj", "gate_up_proj", "down_proj"}}, "--enable-lora"),
     ({"enable_lora": True, "lora_target_modules": ["all"]}, "--enable-lora"),
     ({"elastic_ep_backend": "nixl"}, "--elastic-ep-backend"),
-    ({"pp_size": 2}, "--pp-size"),
     ({"attn_cp_size": 2}, "context parallelism"),
     ({"dwdp_size": 2}, "--dwdp-size"),
     ({"kt_weight_path": "folder"}, "--kt-weight-path"),
@@ -134,6 +133,7 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "flag"), FLAGS)
 def test_flags_under_which_sglang_keeps_every_layer(change: dict[str, Any], flag: str) -> None:
     supported.require_supported(arguments())
+    supported.require_supported(arguments(pp_size=2))
     supported.require_supported(arguments(enable_lora=True, lora_target_modules=["q_proj", "o_proj"]))
     with pytest.raises(FallsBackToEngine, match=flag):
         supported.require_supported(arguments(**change))
@@ -168,6 +168,7 @@ MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
     ("change", "given", "reason"),
     [
         ({}, {"all_to_all": False}, "all_to_all: false"),
+        ({"pp_size": 2}, {}, "--pp-size"),
         ({"enable_dp_attention": False}, {}, "--enable-dp-attention"),
         ({"enable_dp_attention": False, "attn_dp_size": 4}, {}, "--dp-size 4 isn't --tp-size 2"),
         ({"tp_size": 4, "ep_size": 4}, {}, "--dp-size 2 isn't --tp-size 4"),

@@ -30,7 +30,8 @@ PLACED = "eprt holds the experts where its 'placement' says: start the server ag
 DIRECT = (
     "eprt holds the experts, and load_format 'direct' copies into parameters: send the checkpoint's names without it"
 )
-NONE = "eprt: this model makes no MoE layer of SGLang's FusedMoE: nothing of it runs in eprt"  # dense ones, and Dbrx
+# Of dense models, of stages of a pipeline that are dense, and of Dbrx.
+NONE = "eprt: no layer on this rank is one of SGLang's FusedMoE: nothing of it runs in eprt"
 _SUMMED = "fuse_mlp_allreduce"  # SGLang's flag: what comes behind the block adds up its output
 
 

@@ -88,7 +88,6 @@ def require_supported(args: Any) -> None:
                 ADAPTERS.format("SGLang"),
             ),
             (has("elastic_ep_backend"), "--elastic-ep-backend changes the ranks of a running engine"),
-            (args.pp_size > 1, "--pp-size: stages of a pipeline have layers of their own"),
             (_context_parallel(args), "context parallelism splits tokens in a way that eprt isn't told"),
             (getattr(args, "dwdp_size", 1) > 1, "--dwdp-size moves experts while layers run"),
             (has("kt_weight_path"), "--kt-weight-path keeps experts on the CPU"),
@@ -162,6 +161,7 @@ def all_to_all_reason(args: Any, given: dict[str, Any]) -> str:
         fall_back(
             [
                 (given.get(ALL_TO_ALL) is False, f"{VARIABLE} says {ALL_TO_ALL}: false"),
+                (args.pp_size > 1, "--pp-size: each stage of a pipeline has ranks of its own"),
                 (width == 1, "attention isn't data-parallel (--attn-dp-size, or --dp-size and --enable-dp-attention)"),
                 (width != args.tp_size, f"--dp-size {width} isn't --tp-size {args.tp_size}"),
                 (args.ep_size != args.tp_size, f"--ep-size {args.ep_size} isn't --tp-size {args.tp_size}"),
