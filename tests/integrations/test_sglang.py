@@ -23,6 +23,7 @@ from support.engine_models import (
     experts_by_transformers,
     glm4_model,
     packed_model,
+    qwen2_model,
     qwen3_model,
     retrained,
 )
@@ -228,6 +229,15 @@ def test_a_router_with_a_bias_and_shared_experts(engine: dict[str, Any], tmp_pat
     dense = {} if engine is ONE else {"moe_dense_tp_size": 1}  # gathered otherwise, by a Triton kernel
     log = answered(tmp_path, tmp_path / "glm4", engine | dense, "float32", want)
     assert f"2 of 2 MoE layers (model.layers.1.mlp.experts to model.layers.2.mlp.experts) {WHERE[engine is ONE]}" in log
+
+
+def test_a_shared_expert_behind_a_gate(tmp_path: Path) -> None:
+    """Qwen2-MoE's blocks, an idle rank's too, where eprt carries the tokens."""
+    want, lead = by_transformers(qwen2_model(tmp_path / "model"))
+    assert lead > 1e-4  # float32 on both sides, sums in another order
+    assert len({tuple(each[:5]) for each in want}) == len(PROMPTS)  # the model isn't stuck on one token
+    log = answered(tmp_path, tmp_path / "model", CARRIED, "float32", want)
+    assert "2 of 2 MoE layers (model.layers.0.mlp.experts to model.layers.1.mlp.experts) over 2 ranks" in log
 
 
 PACKED = "packed = sglang_packed:register"  # experts in a format of its own

@@ -69,6 +69,17 @@ def glm4_model(folder: Path) -> Any:
     return model
 
 
+def qwen2_model(folder: Path) -> Any:
+    """Writes a tiny Qwen2-MoE in float32: blocks with a shared expert behind a gate."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    torch.manual_seed(5)
+    experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **experts, num_hidden_layers=2)).float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
 def gemma4_model(folder: Path) -> Any:
     """Writes a tiny Gemma 4 in float32: experts of GELU beside a dense block, a router with a scale for each expert."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig

@@ -38,7 +38,13 @@ CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
 EAGER = "--disable-cuda-graph"
 GRAPHS_ASLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # with --enable-memory-saver
 # Models whose code was read for what it does around the experts under an all-to-all.
-ARCHITECTURES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+ARCHITECTURES = (
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "GptOssForCausalLM",
+    "Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
 COMPRESSED = "compressed-tensors"
 DIALECTS = ("none", "fp8", "mxfp4", "modelopt", "modelopt_fp4", COMPRESSED)  # of `quant_method` in config.json

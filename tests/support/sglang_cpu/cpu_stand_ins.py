@@ -16,6 +16,7 @@ def register() -> None:
     from sglang.srt.layers.quantization import fp8, mxfp4
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.models import qwen2_moe
 
     torch.tensor, torch.zeros = _unpinned(torch.tensor), _unpinned(torch.zeros)
     torch.Tensor.pin_memory = lambda tensor, *args: tensor
@@ -25,6 +26,7 @@ def register() -> None:
     for name in ("forward_extend", "forward_decode"):
         setattr(TorchNativeAttnBackend, name, _without_sinks(getattr(TorchNativeAttnBackend, name)))
     fp8.Fp8LinearMethod.__new__ = lambda *args: UnquantizedLinearMethod()  # a CPU has no kernels for it
+    qwen2_moe.fused_gate_sigmoid_mul_add = _gated
     mxfp4.has_triton_kernels = True  # pads experts as for these kernels, which nobody calls
     # gpt-oss is refused with torch_native's name; SGLang's own backend for CPUs wants AMX.
     ATTENTION_BACKENDS["intel_amx"] = TorchNativeAttnBackend
@@ -33,6 +35,11 @@ def register() -> None:
 def _unpinned(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Memory can be pinned for an accelerator alone."""
     return lambda *args, pin_memory=False, **kwargs: plain(*args, **kwargs)
+
+
+def _gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor) -> None:
+    """Adds a shared expert behind its gate to what the routed ones say, for which SGLang has a Triton kernel alone."""
+    routed += torch.sigmoid(hidden @ gate)[:, None] * shared
 
 
 def _without_sinks(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
