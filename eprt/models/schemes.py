@@ -1,7 +1,8 @@
 """Reads `quantization_config`: in which number format a module's matrices are stored, and in whose way of packing.
 
 Sources: ModelOpt's unified checkpoints; the compressed-tensors package (formats `pack-quantized`, `float-quantized`,
-`nvfp4-pack-quantized`); GPTQModel's, AutoAWQ's and AutoRound's settings. Nothing here reads a tensor.
+`nvfp4-pack-quantized`, `mxfp4-pack-quantized`, `mxfp8-quantized`); GPTQModel's, AutoAWQ's and AutoRound's settings.
+Nothing here reads a tensor.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +22,7 @@ from eprt.json_files import shown
 from eprt.models.hf_config import HfConfig, boolean, choice, expect, integer, listed, model_dtype, section, where
 from eprt.models.patterns import EXPRESSION, Modules, first_match, left_out, require_few
 from eprt.quant.elements import COLUMNS_AS_THEY_ARE, COLUMNS_SORTED
-from eprt.weights import INT4_GROUPS
+from eprt.weights import INT4_GROUPS, MX_BLOCK
 
 MOST_MATCHES = 20_000  # regular expressions times experts, of one layer
 _EVERY = "Linear"
@@ -191,6 +193,8 @@ def _compressed_scheme(group: dict[str, Any], quant: dict[str, Any]) -> Scheme:
         "float-quantized": _float_quantized,
         "naive-quantized": _float_quantized,
         "nvfp4-pack-quantized": _nvfp4_packed,
+        "mxfp4-pack-quantized": partial(_mx_quantized, format="mxfp4", bits=4),
+        "mxfp8-quantized": partial(_mx_quantized, format="mxfp8", bits=8),
     }
     stored = choice(group if group.get("format") else quant, "format", readers)
     return replace(readers[stored](section(group, "weights")), packer="compressed-tensors")
@@ -221,6 +225,12 @@ def _nvfp4_packed(weights: dict[str, Any]) -> Scheme:
     _expect_number(weights, "float", 4)
     expect(weights, "group_size", 16)
     return Scheme("nvfp4")
+
+
+def _mx_quantized(weights: dict[str, Any], format: WeightFormat, bits: int) -> Scheme:
+    _expect_number(weights, "float", bits)
+    expect(weights, "group_size", MX_BLOCK)
+    return Scheme(format)
 
 
 def _expect_number(weights: dict[str, Any], kind: str, bits: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.cases.model_cases import refuses, saved
 from support.cases.packed_checkpoints import QUANT, edit, pack
-from support.cases.packed_int4 import GROUP
+from support.cases.packed_int4 import GROUP, compressed
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
@@ -115,6 +115,33 @@ def test_block_structure_as_text(said):
     quant = json.loads(json.dumps(QUANT["float_block"]))
     quant["config_groups"]["group_0"]["weights"] |= {"block_structure": said, "strategy": "BLOCK"}
     assert of_layer(quant).format == "fp8_block"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_mxfp4_of_compressed_tensors(tmp_path, rank):
+    """As Kimi-K3's experts are published, and a shared expert with them."""
+    *_, layer, folders = saved("deepseek_v3")
+    folder = pack(folders["original"], tmp_path / "packed", "mxfp4_packed", plain=tmp_path / "plain")
+    found, known = (load_layer(path, layer, ParallelConfig(2), rank) for path in (folder, tmp_path / "plain"))
+    assert found.config.weight_format == "mxfp4"
+    for name, parts in (("gate_up", 2), ("down", 1)):
+        assert torch.equal(decode_matrix(getattr(found.experts, name), parts), getattr(known.experts, name).data)
+    assert found.shared is not None
+    assert known.shared is not None
+    assert torch.equal(found.shared.up, known.shared.up.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("format", "weights", "text"),
+    [
+        ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}, "group_size 16 is not supported"),
+        ("mxfp4-pack-quantized", {"num_bits": 4, "type": "int", "group_size": 32}, "expected float of 4"),
+        ("mxfp8-quantized", {"num_bits": 4, "type": "float", "group_size": 32}, "expected float of 8"),
+    ],
+)
+def test_mx_formats_that_are_none(format, weights, text):
+    with pytest.raises(ConfigError, match=text):
+        of_layer(compressed(format, **weights))
 
 
 def test_compression_config_is_what_its_authors_once_called_it(tmp_path):

@@ -94,6 +94,9 @@ QUANT: dict[str, dict[str, object]] = {
     "nvfp4_packed": compressed(
         "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
     ),
+    "mxfp4_packed": compressed(
+        "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True
+    ),
     "gptq": GPTQ | {"checkpoint_format": "gptq"},
     "gptq_v2": GPTQ | {"checkpoint_format": "gptq_v2", "sym": False},
     "gptq_act_order": GPTQ | {"desc_act": True, "sym": False},
