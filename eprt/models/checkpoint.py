@@ -235,6 +235,8 @@ def read_config(path: str | Path) -> HfConfig:
     if not os.path.exists(path):  # Path.exists() may raise
         raise CheckpointError(f"{path}: no such file or folder; `hf download` brings a model of the hub")
     config = HfConfig(read_object(resolve_inside(directory, name), MAX_CONFIG_BYTES), str(directory / name))
+    if config.get("quantization_config") is None and isinstance(config.get("compression_config"), dict):
+        config["quantization_config"] = config["compression_config"]  # as compressed-tensors' first writers called it
     if config.get("quantization_config") is None and (directory / QUANT_CONFIG).exists():
         extra = read_object(resolve_inside(directory, QUANT_CONFIG), MAX_CONFIG_BYTES).get("quantization")
         if not isinstance(extra, dict):

@@ -318,6 +318,14 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
         Fp8Block,
         (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
     ),
+    "mxfp4": Stored(
+        Mxfp4,
+        (
+            Field("codes", ("weight_packed",), _BYTES, cols=2, accept=_CODES.accept),
+            Field("scales", ("weight_scale",), _E8M0, cols=MX_BLOCK, accept=E2M1_BYTES),
+        ),
+    ),
+    "mxfp8": FORMATS["mxfp8"],
 }
 
 

@@ -1,16 +1,17 @@
 """Reads `quantization_config`: in which number format a module's matrices are stored, and in whose way of packing.
 
 Sources: ModelOpt's unified checkpoints; the compressed-tensors package (formats `pack-quantized`, `float-quantized`,
-`nvfp4-pack-quantized`); GPTQModel's and AutoAWQ's settings. Nothing here reads a tensor.
+`nvfp4-pack-quantized`, `mxfp4-pack-quantized`, `mxfp8-quantized`); GPTQModel's, AutoAWQ's and AutoRound's settings.
+Nothing here reads a tensor.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,17 +20,12 @@ from eprt.config import WeightFormat
 from eprt.errors import ConfigError
 from eprt.json_files import shown
 from eprt.models.hf_config import HfConfig, boolean, choice, expect, integer, listed, model_dtype, section, where
+from eprt.models.patterns import EXPRESSION, Modules, first_match, left_out, require_few
 from eprt.quant.elements import COLUMNS_AS_THEY_ARE, COLUMNS_SORTED
-from eprt.weights import INT4_GROUPS
+from eprt.weights import INT4_GROUPS, MX_BLOCK
 
-Modules = tuple[str, ...]
-# Patterns are a file's words: matching them takes bounded time.
 MOST_MATCHES = 20_000  # regular expressions times experts, of one layer
-MAX_PATTERNS = 1000  # with wildcards or regular expressions, in one list
-MAX_REPEATS = 4  # of a regular expression, but for digits: its time grows with the name's length to this power
-_EXPRESSION, _EVERY = "re:", "Linear"
-_REPEAT = re.compile(r"(?<!\\d)(?<!\\)[*+{]")
-_NESTED = re.compile(r"(?<!\\)\)[*+{]")
+_EVERY = "Linear"
 
 # NVIDIA ModelOpt's `quant_algo` (modelopt.torch.export, unified Hugging Face checkpoints).
 _MODELOPT_FORMATS: dict[str, WeightFormat] = {
@@ -89,7 +85,22 @@ def _scheme_of(hf: dict[str, Any], modules: Modules) -> Scheme:
     if hf.get("quantization_config") is None:
         return _plain(hf)
     quant = section(hf, "quantization_config")
-    return DIALECTS[choice(quant, "quant_method", DIALECTS)](hf, quant, modules)
+    return DIALECTS[choice(_dialect(quant), "quant_method", DIALECTS)](hf, quant, modules)
+
+
+def _dialect(quant: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings with the one name of `quant_method` that `DIALECTS` has for several."""
+    producer = quant.get("producer")
+    if quant.get("quant_method") is None and isinstance(producer, dict) and producer.get("name") == "modelopt":
+        return HfConfig(quant | {"quant_method": "modelopt"}, where(quant))  # hf_quant_config.json's text, copied
+    quant = _spelled(quant, "quant_method", lambda method: method.lower().replace("_", "-"))
+    return _spelled(quant, "quant_method", lambda method: "modelopt" if method.startswith("modelopt-") else method)
+
+
+def _spelled(settings: dict[str, Any], name: str, spell: Callable[[str], str]) -> dict[str, Any]:
+    """Returns settings with one text of theirs spelled as it is here."""
+    found = settings.get(name)
+    return HfConfig(settings | {name: spell(found)}, where(settings)) if isinstance(found, str) else settings
 
 
 def _plain(hf: dict[str, Any]) -> Scheme:
@@ -102,23 +113,34 @@ def _fp8(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
     else:
         expect(quant, "weight_block_size", [128, 128])
         packed = Scheme("fp8_block" if quant.get("weight_block_size") else "fp8_tensor")
-    left = listed(quant, "modules_to_not_convert", str) or []
-    return _one_scheme(hf, lambda names: _plain(hf) if _left_out(names, left) else packed, modules)
+    return _but_for(hf, quant, ("modules_to_not_convert", "ignored_layers"), packed, modules)
+
+
+def _mxfp4(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
+    return _but_for(hf, quant, ("modules_to_not_convert",), Scheme("mxfp4"), modules)
+
+
+def _but_for(hf: dict[str, Any], quant: dict[str, Any], lists: Modules, packed: Scheme, modules: Modules) -> Scheme:
+    left = [name for field in lists for name in listed(quant, field, str) or []]
+    return _one_scheme(hf, lambda names: _plain(hf) if left_out(names, left) else packed, modules)
 
 
 def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
-    excluded = {*(listed(quant, "ignore", str) or []), *(listed(quant, "exclude_modules", str) or [])}
+    quant = section(quant, "quantization") if "quantization" in quant else quant
+    excluded = [*(listed(quant, "ignore", str) or []), *(listed(quant, "exclude_modules", str) or [])]
     plain = _plain(hf)
     patterns = [pattern for pattern in excluded if any(c in pattern for c in "*?[")]
-    if len(patterns) > MAX_PATTERNS:
-        raise ConfigError(f"{where(quant)}: {len(patterns)} excluded patterns: expected at most {MAX_PATTERNS}")
-    if excluded.intersection(modules) or any(fnmatchcase(module, p) for module in modules for p in patterns):
-        return plain
-    if quant.get("quant_algo") != "MIXED_PRECISION":
-        return _modelopt_scheme(quant)
-    layers = section(quant, "quantized_layers")
+    require_few(patterns, "excluded patterns", where(quant))
+    if quant.get("quant_algo") is None and quant.get("kv_cache_quant_algo"):
+        return plain  # the cache alone is quantised
+    mixed = _spelled(quant, "quant_algo", str.upper).get("quant_algo") == "MIXED_PRECISION"
+    layers = section(quant, "quantized_layers") if mixed else {}
 
     def scheme(names: Modules) -> Scheme:
+        if left_out(names, excluded) or any(fnmatchcase(name, p) for name in names for p in patterns):
+            return plain
+        if not mixed:
+            return _modelopt_scheme(quant)
         named = [name for name in names if isinstance(layers.get(name), dict)]
         return _modelopt_scheme(section(layers, named[0])) if named else plain
 
@@ -126,6 +148,7 @@ def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Sc
 
 
 def _modelopt_scheme(settings: dict[str, Any]) -> Scheme:
+    settings = _spelled(settings, "quant_algo", str.upper)
     return Scheme(_MODELOPT_FORMATS[choice(settings, "quant_algo", _MODELOPT_FORMATS)])
 
 
@@ -140,15 +163,15 @@ def _compressed(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> 
     targets = [(group, listed(group, "targets", str) or []) for group in named]
 
     def scheme(names: Modules) -> Scheme:
-        if _match(names, ignored, where(quant)) is not None:
+        if first_match(names, ignored, where(quant)) is not None:
             return _plain(hf)
         found: dict[str, dict[str, Any]] = {}
         for group, of_group in targets:
-            target = _match(names, of_group, where(groups)) or _EVERY
+            target = first_match(names, of_group, where(groups)) or _EVERY
             found |= {target: group} if target in of_group else {}
         if not found:
             return _plain(hf)
-        first = min(found, key=lambda target: (target == _EVERY, target.startswith(_EXPRESSION), target))
+        first = min(found, key=lambda target: (target == _EVERY, target.startswith(EXPRESSION), target))
         return _compressed_scheme(found[first], quant)
 
     return _one_scheme(hf, scheme, modules)
@@ -170,6 +193,8 @@ def _compressed_scheme(group: dict[str, Any], quant: dict[str, Any]) -> Scheme:
         "float-quantized": _float_quantized,
         "naive-quantized": _float_quantized,
         "nvfp4-pack-quantized": _nvfp4_packed,
+        "mxfp4-pack-quantized": partial(_mx_quantized, format="mxfp4", bits=4),
+        "mxfp8-quantized": partial(_mx_quantized, format="mxfp8", bits=8),
     }
     stored = choice(group if group.get("format") else quant, "format", readers)
     return replace(readers[stored](section(group, "weights")), packer="compressed-tensors")
@@ -177,7 +202,7 @@ def _compressed_scheme(group: dict[str, Any], quant: dict[str, Any]) -> Scheme:
 
 def _pack_quantized(weights: dict[str, Any]) -> Scheme:
     _expect_number(weights, "int", 4)
-    strategy = choice(weights, "strategy", ("group", "channel"))
+    strategy = choice(_spelled(weights, "strategy", str.lower), "strategy", ("group", "channel"))
     order = weights.get("actorder")
     if order not in (*COLUMNS_AS_THEY_ARE, *COLUMNS_SORTED):
         raise ConfigError(f"{where(weights)}: actorder {shown(order)} is not supported: expected static, group or none")
@@ -189,8 +214,8 @@ def _pack_quantized(weights: dict[str, Any]) -> Scheme:
 def _float_quantized(weights: dict[str, Any]) -> Scheme:
     _expect_number(weights, "float", 8)
     formats: dict[str, WeightFormat] = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
-    strategy = choice(weights, "strategy", formats)
-    if strategy == "block" and weights.get("block_structure") != [128, 128]:
+    strategy = choice(_spelled(weights, "strategy", str.lower), "strategy", formats)
+    if strategy == "block" and weights.get("block_structure") not in ([128, 128], "128x128"):
         found = shown(weights.get("block_structure"))
         raise ConfigError(f"{where(weights)}: block_structure {found} is not supported: expected [128, 128]")
     return Scheme(formats[strategy])
@@ -202,6 +227,12 @@ def _nvfp4_packed(weights: dict[str, Any]) -> Scheme:
     return Scheme("nvfp4")
 
 
+def _mx_quantized(weights: dict[str, Any], format: WeightFormat, bits: int) -> Scheme:
+    _expect_number(weights, "float", bits)
+    expect(weights, "group_size", MX_BLOCK)
+    return Scheme(format)
+
+
 def _expect_number(weights: dict[str, Any], kind: str, bits: int) -> None:
     found = weights.get("type"), weights.get("num_bits")
     if found != (kind, bits):
@@ -209,7 +240,7 @@ def _expect_number(weights: dict[str, Any], kind: str, bits: int) -> None:
         raise ConfigError(f"{where(weights)}: {said} is not supported in this format: expected {kind} of {bits}")
 
 
-# ---- GPTQ and AWQ ---------------------------------------------------------------------------------------------------
+# ---- GPTQ, AWQ and AutoRound ----------------------------------------------------------------------------------------
 
 
 def _gptq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
@@ -235,7 +266,7 @@ def _awq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
     left = listed(quant, "modules_to_not_convert", str) or []
 
     def scheme(names: Modules) -> Scheme:
-        settings = None if _left_out(names, left) else _ruled(quant, names)
+        settings = None if left_out(names, left) else _ruled(quant, names)
         if settings is None:
             return _plain(hf)
         _expect_bits(settings, "bits" if "bits" in settings else "w_bit")
@@ -244,21 +275,57 @@ def _awq(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
     return _one_scheme(hf, scheme, modules)
 
 
+def _auto_round(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
+    """Packs as GPTQ's first version or AWQ do."""
+    choice(quant, "data_type", ("int",), default="int")
+    gptq, awq = "auto_round:auto_gptq", "auto_round:auto_awq"
+    packed = choice(quant, "packing_format", (gptq, awq), default=gptq)
+    extra = section(quant, "extra_config") if quant.get("extra_config") else {}
+    named = quant.get("block_name_to_quantize")
+    blocks = tuple(named.split(",") if isinstance(named, str) else listed(quant, "block_name_to_quantize", str) or [])
+    expressions = [key for key in extra if not key.replace(".", "").replace("-", "").isidentifier()]
+    require_few(expressions, "regular expressions", where(extra))
+
+    def scheme(names: Modules) -> Scheme:
+        rule = _extra_rule(extra, expressions, names)
+        inside = not blocks or any(name.startswith(blocks) for name in names)
+        settings = HfConfig(quant | (rule or {}), where(quant if rule is None else rule))
+        bits = integer(settings, "bits")
+        if bits >= 16 or not (inside or (rule or {}).get("bits")):
+            return _plain(hf)
+        _expect_bits(settings, "bits")
+        group = int4_group(settings)
+        if packed == awq:
+            return Scheme("int4", "awq", group, zeros=True)
+        return Scheme("int4", "gptq", group, not boolean(settings, "sym", True), zero_offset=1)
+
+    return _one_scheme(hf, scheme, modules)
+
+
+def _extra_rule(extra: dict[str, Any], expressions: list[str], names: Modules) -> dict[str, Any] | None:
+    """Returns what AutoRound's `extra_config` says of a module: by its name, the end of it, or the first expression
+    that is found in it."""
+    parts = [name.split(".") for name in names]
+    for start in range(max(map(len, parts))):
+        if said := next((key for part in parts if (key := ".".join(part[start:])) in extra), None):
+            return section(extra, said)
+    for key in expressions:
+        if (
+            first_match(names, [f"{EXPRESSION}{'' if key.startswith('.*') else '.*'}(?:{key})"], where(extra))
+            is not None
+        ):
+            return section(extra, key)
+    return None
+
+
 def _ruled(quant: dict[str, Any], names: Modules) -> dict[str, Any] | None:
     """Returns the settings of a module, changed by the first of GPTQModel's `dynamic` rules that matches; None where
     that leaves it unquantised."""
     rules = section(quant, "dynamic") if quant.get("dynamic") else {}
     for rule in rules:
-        if _match(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(rules)) is not None:
+        if first_match(names, ["re:" + rule.removeprefix("+:").removeprefix("-:")], where(rules)) is not None:
             return None if rule.startswith("-:") else HfConfig(quant | section(rules, rule), where(quant))
     return quant
-
-
-def _left_out(names: Modules, left: list[str]) -> bool:
-    """Tells whether `modules_to_not_convert` has one of `names`, or a part of one between dots (`model.layers.0.`)."""
-    text = " ".join(f".{name}." for name in names)
-    # The first is quick: lists have hundreds.
-    return any(part in text and f".{part.strip('.')}." in text for part in left)
 
 
 def _expect_bits(quant: dict[str, Any], name: str) -> None:
@@ -302,40 +369,13 @@ def _said(scheme: Scheme) -> str:
     return f"int4 ({', '.join(said)})"
 
 
-def _match(names: Modules, listed: list[str], where: str) -> str | None:
-    """Returns the item of a list that names one of `names`, as compressed-tensors does: whole, else the first `re:`
-    of the alphabet whose regular expression fits its beginning.
-
-    Raises:
-        ConfigError: an expression that isn't one, or whose time could explode.
-    """
-    if whole := next(filter(set(names).__contains__, listed), None):
-        return whole
-    found = sorted(item for item in listed if item.startswith(_EXPRESSION))
-    if len(found) > MAX_PATTERNS:
-        raise ConfigError(f"{where}: {len(found)} regular expressions: expected at most {MAX_PATTERNS}")
-    compiled = ((item, _compile(item.removeprefix(_EXPRESSION), where)) for item in found)
-    return next((item for item, expression in compiled if any(map(expression.match, names))), None)
-
-
-def _compile(expression: str, where: str) -> re.Pattern[str]:
-    if _NESTED.search(expression) or len(_REPEAT.findall(expression)) > MAX_REPEATS:
-        raise ConfigError(
-            f"{where}: regular expression {shown(expression)} is not supported: expected no repeated group, and at "
-            f"most {MAX_REPEATS} repeats"
-        )
-    try:
-        return re.compile(expression)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{where}: {shown(expression)} is no regular expression: {error}") from error
-
-
 # quant_method -> scheme, from the config, its quantization_config and the names of the experts' modules.
 DIALECTS: dict[str, Callable[[dict[str, Any], dict[str, Any], Modules], Scheme]] = {
-    "mxfp4": lambda hf, quant, modules: Scheme("mxfp4"),
+    "mxfp4": _mxfp4,
     "fp8": _fp8,
     "modelopt": _modelopt,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
 }

@@ -179,6 +179,7 @@ MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, "experts in awq"),
         ({"quantization_config": QUANT["pack_quantized_act_order"]}, {}, "activation order"),
         ({"quantization_config": QUANT["nvfp4_packed"]}, {}, "compressed-tensors' NVFP4"),
+        ({"quantization_config": QUANT["mxfp4_packed"]}, {}, "compressed-tensors' MXFP4"),
         ({"quantization": "fp8"}, {}, "--quantization fp8"),
         ({"dtype": "half"}, {}, "float16"),
         ({"torch_dtype": "float32"}, {}, "float16"),  # which SGLang makes of it

@@ -26,6 +26,7 @@ GROUP = 32
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 FP8 = {"num_bits": 8, "type": "float"}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
+MX = {"type": "float", "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
 CASES = {
     "group": ("pack-quantized", INT4, "int4"),
     "zero points": ("pack-quantized", INT4 | {"symmetric": False}, "int4"),
@@ -34,6 +35,8 @@ CASES = {
     "fp8 row": ("float-quantized", FP8 | {"strategy": "channel"}, "fp8_channel"),
     "fp8 block": ("float-quantized", FP8 | {"strategy": "block", "block_structure": [128, 128]}, "fp8_block"),
     "nvfp4": ("nvfp4-pack-quantized", FP4, "nvfp4"),
+    "mxfp4": ("mxfp4-pack-quantized", MX | {"num_bits": 4}, "mxfp4"),
+    "mxfp8": ("mxfp8-quantized", MX | {"num_bits": 8}, "mxfp8"),
 }
 
 

@@ -209,7 +209,10 @@ def _require_model(args: Any, given: dict[str, Any]) -> None:
                     (moe.num_experts % args.ep_size != 0, uneven),
                     (moe.weight_format not in FORMATS, f"experts in {moe.weight_format}"),
                     (ordered, "INT4 with columns in activation order"),
-                    (dialect == COMPRESSED and moe.weight_format == "nvfp4", "compressed-tensors' NVFP4"),
+                    (
+                        dialect == COMPRESSED and moe.weight_format in ("nvfp4", "mxfp4"),
+                        f"compressed-tensors' {moe.weight_format.upper()}",
+                    ),
                 ]
             )
             runtime = with_low_precision(moe, runtime_with(_invariant(args) | given, 1024), given)

@@ -93,6 +93,11 @@ def _mxfp4(rows: int, cols: int) -> Made:
     return {"weight": codes, "scale": scale}, mxfp4_numbers(codes, scale)
 
 
+def _mxfp4_packed(rows: int, cols: int) -> Made:
+    stored, numbers = _mxfp4(rows, cols)
+    return {"weight_packed": stored["weight"], "weight_scale": stored["scale"]}, numbers
+
+
 def _mxfp8(rows: int, cols: int) -> Made:
     data, scale = _fp8(rows, cols)[0], random_bytes(rows, cols // 32, low=117, high=120)
     return {"weight": data, "weight_scale": scale}, data.float() * e8m0_numbers(scale).repeat_interleave(32, dim=1)
@@ -106,6 +111,7 @@ PACK: dict[str, Callable[[int, int], Made]] = {
     "mxfp8": _mxfp8,
     "fp8_block_e8m0": _fp8_block_e8m0,
     "nvfp4_packed": _nvfp4_packed,
+    "mxfp4_packed": _mxfp4_packed,
     "float_block": _float_block,
     **packed_int4.PACK,
 }

@@ -94,11 +94,23 @@ QUANT: dict[str, dict[str, object]] = {
     "nvfp4_packed": compressed(
         "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
     ),
+    "mxfp4_packed": compressed(
+        "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True
+    ),
     "gptq": GPTQ | {"checkpoint_format": "gptq"},
     "gptq_v2": GPTQ | {"checkpoint_format": "gptq_v2", "sym": False},
     "gptq_act_order": GPTQ | {"desc_act": True, "sym": False},
     "pack_quantized_act_order": compressed("pack-quantized", **_INT | {"actorder": "group"}),
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    "auto_round": {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": GROUP,
+        "sym": True,
+        "data_type": "int",
+        "packing_format": "auto_round:auto_gptq",
+        "block_name_to_quantize": "model.layers",
+    },
 }
 PACK = {
     "pack_quantized": pack_quantized,
@@ -110,4 +122,5 @@ PACK = {
     "gptq_act_order": lambda rows, cols: act_order(rows, cols, sym=False),
     "pack_quantized_act_order": pack_quantized_act_order,
     "awq": awq,
+    "auto_round": gptq,
 }
