@@ -124,6 +124,26 @@ def test_a_model_without_its_experts_is_not_saved(monkeypatch: pytest.MonkeyPatc
     saves.assert_called_once_with("dense")
 
 
+def test_vllms_weight_checker_sees_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of each, of new weights too; a reset leaves none of the old ones."""
+    kinds = {"compute_weight_checksums": lambda _: {"dp0:norm": "1"}, "reset_weights": lambda _: None}
+    kinds |= {"_weight_checksum_prefix": lambda _: "dp0:", "get_model": lambda _: model}
+    worker = type("Worker", (), kinds)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=worker))
+    model, experts, layer, state = torch.nn.Linear(1, 1), {"down": torch.ones(2, 3)}, Mock(broken=""), PluginState()
+    layer.executor.slot_tensors.return_value = experts
+    model.quant_method = SimpleNamespace(eprt=SimpleNamespace(layer=layer, binding=SimpleNamespace(name="layers.0")))
+    watch_worker(state)
+    first = worker().compute_weight_checksums()
+    assert first.keys() == {"dp0:norm", "dp0:layers.0.down"}
+    assert worker().compute_weight_checksums() == first
+    loaded = Mock(finish=Mock(side_effect=lambda: experts["down"].mul_(2)))
+    state.unfinished.append(loaded)  # it is in vLLM's parameters until the next step
+    assert worker().compute_weight_checksums() != first
+    worker().reset_weights()
+    assert not experts["down"].any()
+
+
 @pytest.mark.parametrize(
     ("tokens", "launcher", "ranks", "forward"),
     [(3, "mp", 2, True), (None, "mp", 2, True), (0, "mp", 2, False), (0, "external_launcher", 2, True),

@@ -30,7 +30,7 @@ class Kept:
         if self._copies:
             return
         for layer in layers:
-            experts = _experts(layer)
+            experts = {address(tensor) for tensor in experts_of(layer).values()}
             for tensor in _tensors(layer):
                 if address(tensor) not in experts and lost(tensor):
                     self._copies.append((tensor, tensor.to("cpu", copy=True)))
@@ -59,10 +59,10 @@ def _tensors(layer: ExpertParallelMoE) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _experts(layer: ExpertParallelMoE) -> set[int]:
-    """Returns the addresses of what a load of experts writes."""
+def experts_of(layer: ExpertParallelMoE) -> dict[str, torch.Tensor]:
+    """Returns what a load of experts writes, by names that are equal in every process."""
     try:
-        tensors = list(layer.executor.slot_tensors().values())
+        return layer.executor.slot_tensors()
     except UnsupportedError:
-        tensors = [value for value in leaves(layer.executor).values() if isinstance(value, torch.Tensor)]
-    return {address(tensor) for tensor in tensors}
+        found = leaves(layer.executor)
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}

@@ -14,6 +14,7 @@ import torch
 from eprt.errors import UsageError
 from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.engine.state import EngineState
+from eprt.integrations.vllm.checking import watch_checksums, zero_experts
 from eprt.integrations.vllm.routing import take_over_gates
 
 ASLEEP = "its experts were given away (sleep level 2): load all weights before the next call"
@@ -49,6 +50,8 @@ def watch_worker(state: EngineState) -> None:
         _surround(worker, name, before=before_step)
     for name in ("save_sharded_state", "save_tensorized_model"):
         _surround(worker, name, before=partial(_require_no_experts, state))
+    watch_checksums(state, worker)
+    _surround(worker, "reset_weights", before=zero_experts)
     _surround(worker, "sleep", before=before_sleep)
     _surround(worker, "wake_up", after=after_waking)
 
