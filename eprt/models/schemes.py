@@ -310,10 +310,8 @@ def _extra_rule(extra: dict[str, Any], expressions: list[str], names: Modules) -
         if said := next((key for part in parts if (key := ".".join(part[start:])) in extra), None):
             return section(extra, said)
     for key in expressions:
-        if (
-            first_match(names, [f"{EXPRESSION}{'' if key.startswith('.*') else '.*'}(?:{key})"], where(extra))
-            is not None
-        ):
+        anywhere = f"{EXPRESSION}{'' if key.startswith('.*') else '.*'}(?:{key})"
+        if first_match(names, [anywhere], where(extra)) is not None:
             return section(extra, key)
     return None
 

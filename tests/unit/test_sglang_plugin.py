@@ -291,6 +291,21 @@ def test_what_released_memory_held_comes_back(
         assert int(layer.load().sum()) == counted
 
 
+def test_sglangs_checker_of_weights_sees_the_experts() -> None:
+    """And what came last, which still lies in SGLang's parameters."""
+    state, down = SglangState(), torch.ones(2, 3)
+    layer = Mock(dispatcher=Mock(layer=0))
+    layer.executor.slot_tensors.return_value = {"down": down}
+    state.built, state.bindings = [layer], [Mock()]
+    state.bindings[0].name = "layers.0"
+    state.unfinished = [Mock(lacking="", finish=Mock(side_effect=lambda: down.mul_(2)))]
+    own = {"norm": torch.ones(4), "w2_weight": torch.empty(0)}  # the latter is freed
+    found = dict(hooks._checked(state, lambda _: own.items(), None))
+    assert found.keys() == {"norm", "layers.0.down"}
+    assert found["layers.0.down"] is down
+    assert bool((down == 2).all())
+
+
 @pytest.mark.parametrize("flags", [{}, {"enable_eplb": True}])
 def test_shared_experts_are_not_fused_where_eprt_runs_layers(flags: dict[str, Any]) -> None:
     one = arguments(**ALONE, **flags)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from eprt.errors import UsageError
+from eprt.experts.in_place import by_slot
 from eprt.integrations.engine.bound import BoundLayer, adopted
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang.method import EprtFusedMoEMethod, pass_through
@@ -64,6 +65,7 @@ def install(state: SglangState) -> None:
     updater = "model_executor.model_runner_components.weight_updater."
     register(updater + "_unsupported_derived_weight_cache_error", partial(_update_refused, state))
     register(updater + "WeightUpdater.update_weights_from_tensor", partial(_from_tensors, state))
+    register("utils.weight_checker.WeightChecker._model_state", partial(_checked, state))
     register("model_executor.model_runner.ModelRunner.forward", partial(_before_forward, state), HookType.BEFORE)
 
 
@@ -230,6 +232,17 @@ def _resumed(state: SglangState, original: Callable[..., Any], manager: Any, req
     if _of_weights(request):
         state.kept.restore()
     return result
+
+
+def _checked(state: SglangState, original: Callable[..., Any], checker: Any) -> Iterator[tuple[str, Any]]:
+    """Shows SGLang's checker, by which trainers verify updates, the experts in place of parameters that are freed."""
+    _before_forward(state)  # what came last may still lie in them
+    yield from ((name, tensor) for name, tensor in original(checker) if tensor.numel())
+    for layer in state.built:
+        executor: Any = layer.executor
+        if by_slot(executor):
+            name = state.bindings[layer.dispatcher.layer].name
+            yield from ((f"{name}.{part}", tensor) for part, tensor in executor.slot_tensors().items())
 
 
 def _of_weights(request: Any) -> bool:
