@@ -1,5 +1,5 @@
 """Settings of published checkpoints that name formats and modules in ways of their own, and how other libraries read
-them: vLLM 0.25 (`Fp8Config`, `ModelOptQuantConfigBase`, `INCConfigParser`, `_normalize_quantization_config`), SGLang,
+them: vLLM 0.32 (`Fp8Config`, `ModelOptQuantConfigBase`, `INCConfigParser`, `_normalize_quantization_config`), SGLang,
 transformers (`Mxfp4Config`) and the compressed-tensors package's `QuantizationArgs`.
 """
 
