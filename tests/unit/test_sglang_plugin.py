@@ -24,7 +24,7 @@ from eprt.experts.in_place import leaves
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.ranks import world_alone
 from eprt.integrations.engine.sleeping import address, addresses
-from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, supported
+from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, routing, supported
 from eprt.integrations.sglang.method import EprtFusedMoEMethod, known_ids, output_scale
 from eprt.integrations.sglang.parameters import activation_of
 from eprt.integrations.sglang.state import SglangState, name_of
@@ -92,6 +92,9 @@ def test_capacity_is_the_largest_batch_of_a_rank() -> None:
     assert most(True, chunked_prefill_size=256, max_running_requests=600) == 600
     captured = SimpleNamespace(prefill=SimpleNamespace(backend="breakable", max_bs=1024))
     assert most(True, chunked_prefill_size=256, cuda_graph_config=captured) == 1024
+    verified: dict[str, Any] = {"chunked_prefill_size": 256, "speculative_num_draft_tokens": 4}
+    assert most(True, **verified) == 2048  # of 512 sequences in the largest captured batch
+    assert most(True, **verified, cuda_graph_config=captured, max_running_requests=300) == 1200
 
 
 ALONE: dict[str, Any] = {
@@ -109,7 +112,6 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"init_expert_location": "file.json"}, "--init-expert-location"),
     ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
     ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap"),
-    ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
     ({"enable_lora": True}, "--enable-lora: .*--lora-target-modules"),
     ({"lora_paths": ["folder"]}, "--enable-lora"),  # which may adapt anything
     ({"enable_lora": True, "lora_target_modules": {"q_proj", "gate_up_proj", "down_proj"}}, "--enable-lora"),
@@ -169,6 +171,7 @@ MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
     [
         ({}, {"all_to_all": False}, "all_to_all: false"),
         ({"pp_size": 2}, {}, "--pp-size"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm"),
         ({"enable_dp_attention": False}, {}, "--enable-dp-attention"),
         ({"enable_dp_attention": False, "attn_dp_size": 4}, {}, "--dp-size 4 isn't --tp-size 2"),
         ({"tp_size": 4, "ep_size": 4}, {}, "--dp-size 2 isn't --tp-size 4"),
@@ -294,13 +297,14 @@ def test_what_released_memory_held_comes_back(
 def test_sglangs_checker_of_weights_sees_the_experts() -> None:
     """And what came last, which still lies in SGLang's parameters."""
     state, down = SglangState(), torch.ones(2, 3)
-    layer = Mock(dispatcher=Mock(layer=0))
+    experts, layer = torch.nn.Module(), Mock()
     layer.executor.slot_tensors.return_value = {"down": down}
-    state.built, state.bindings = [layer], [Mock()]
-    state.bindings[0].name = "layers.0"
+    experts.quant_method = SimpleNamespace(eprt=SimpleNamespace(binding=SimpleNamespace(name="layers.0"), layer=layer))
+    state.built = [layer, Mock()]  # the other is a draft's, which has a checker of its own
     state.unfinished = [Mock(lacking="", finish=Mock(side_effect=lambda: down.mul_(2)))]
     own = {"norm": torch.ones(4), "w2_weight": torch.empty(0)}  # the latter is freed
-    found = dict(hooks._checked(state, lambda _: own.items(), None))
+    checker = SimpleNamespace(_get_model=lambda: torch.nn.ModuleList([experts]))
+    found = dict(hooks._checked(state, lambda _: own.items(), checker))
     assert found.keys() == {"norm", "layers.0.down"}
     assert found["layers.0.down"] is down
     assert bool((down == 2).all())
@@ -447,19 +451,26 @@ def test_the_routed_scaling_factor_is_applied_once() -> None:
 
 
 def test_routers_of_layers_that_eprt_runs_say_ids_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's triton_kernel runner has its routers keep them to themselves."""
-    formats = SimpleNamespace(STANDARD=SimpleNamespace(name="STANDARD"), TRITON_KERNEL=SimpleNamespace(name="TRITON"))
-    monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe.topk", SimpleNamespace(TopKOutputFormat=formats))
-    state = SglangState(bindings=[SimpleNamespace()], layer_ids={3})
-    for layer_id, chosen, wanted in (
-        (3, None, "STANDARD"),
-        (3, formats.TRITON_KERNEL, "STANDARD"),
-        (None, None, "STANDARD"),
-        (4, formats.TRITON_KERNEL, "TRITON"),  # left to SGLang
-    ):
-        topk = SimpleNamespace(layer_id=layer_id, topk_config=SimpleNamespace(output_format=chosen))
-        hooks._routed(state, lambda topk: None, topk)
-        assert topk.topk_config.output_format.name == wanted
+    """SGLang's triton_kernel runner has its routers keep them to themselves. A draft numbers its layers from 0, too."""
+
+    class Chooser(torch.nn.Module):
+        def __init__(self, layer_id: int | None) -> None:
+            super().__init__()
+            self.layer_id, self.topk_config = layer_id, SimpleNamespace(output_format="TRITON")
+
+    formats = SimpleNamespace(STANDARD="STANDARD")
+    monkeypatch.setitem(
+        sys.modules, "sglang.srt.layers.moe.topk", SimpleNamespace(TopK=Chooser, TopKOutputFormat=formats)
+    )
+
+    def formats_in(bound: object, *layer_ids: int | None) -> list[str]:
+        experts, topks = torch.nn.Module(), [Chooser(layer_id) for layer_id in layer_ids]
+        experts.layer_id, experts.quant_method = 3, SimpleNamespace(eprt=bound)
+        routing.ask_for_ids(torch.nn.ModuleList([experts, *topks]))
+        return [topk.topk_config.output_format for topk in topks]
+
+    assert formats_in(Mock(), 3, None, 4) == ["STANDARD", "STANDARD", "TRITON"]  # 4 is left to SGLang
+    assert formats_in(None, 3, None) == ["TRITON", "TRITON"]
 
 
 def test_a_layer_that_cannot_run_where_eprt_carries_tokens_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from eprt.errors import EprtError, UsageError
 from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
@@ -153,6 +154,17 @@ def adopted(method: Any, mixin: type, bound: BoundLayer) -> Any:
 def mixed(kind: type, mixin: type) -> type:
     """Makes a subclass under the same name: engines' weight loaders go by it."""
     return type(kind.__name__, (mixin, kind), {"__module__": mixin.__module__})
+
+
+def bound_to(module: Any) -> BoundLayer | None:
+    """Returns what eprt runs in an engine's module of experts, or None."""
+    return getattr(getattr(module, "quant_method", None), "eprt", None)
+
+
+def layers_of(model: nn.Module) -> dict[str, ExpertParallelMoE]:
+    """Returns eprt's layers of one model by their names; a draft is another model."""
+    found = {id(bound): bound for module in model.modules() if (bound := bound_to(module)) is not None}
+    return {bound.binding.name: bound.layer for bound in found.values() if bound.layer is not None}
 
 
 def run(layer: ExpertParallelMoE, hidden: torch.Tensor, topk: TopK, tokens_per_rank: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from eprt.config import MoEConfig, Routing
-from eprt.integrations.engine.bound import BoundLayer, mixed
+from eprt.integrations.engine.bound import BoundLayer, bound_to, mixed
 from eprt.layer import ExpertParallelMoE
 from eprt.routing import Router
 
@@ -22,7 +22,7 @@ _GATES = {"ReplicatedLinear", "GateLinear", "TinyGemmLinear"}
 
 def unrouted(experts: Any) -> BoundLayer | None:
     """Returns what eprt runs in an engine's module of experts if it may choose experts, too, and doesn't yet."""
-    bound = getattr(getattr(experts, "quant_method", None), "eprt", None)
+    bound = bound_to(experts)
     layer: ExpertParallelMoE | None = getattr(bound, "layer", None)
     free = layer is not None and layer.router is None and not layer.dispatcher.runtime.batch_invariant
     return bound if free else None

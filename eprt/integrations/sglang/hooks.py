@@ -9,11 +9,11 @@ from typing import Any
 
 from eprt.errors import UsageError
 from eprt.experts.in_place import by_slot
-from eprt.integrations.engine.bound import BoundLayer, adopted
+from eprt.integrations.engine.bound import BoundLayer, adopted, layers_of
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.sglang.method import EprtFusedMoEMethod, pass_through
 from eprt.integrations.sglang.parameters import layout_of
-from eprt.integrations.sglang.routing import take_over_gates
+from eprt.integrations.sglang.routing import ask_for_ids, take_over_gates
 from eprt.integrations.sglang.state import SglangState, name_of
 from eprt.integrations.sglang.supported import (
     CARRIED,
@@ -54,7 +54,6 @@ def install(state: SglangState) -> None:
     register(_LAYER + "create_moe_dispatcher", _dispatcher)
     register("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
     register("layers.moe.topk.TopK.__init__", partial(_router_made, state), HookType.AFTER)
-    register("layers.moe.topk.TopK.forward_cuda", partial(_routed, state))
     register("state_capturer.routed_experts.RoutedExpertsCapturer._get_local_slice", _recorded_rows)
     register("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
     for save in ("save_sharded_model", "save_remote_model"):
@@ -179,19 +178,11 @@ def _without_all_reduce(original: Callable[..., Any], block: Any, *args: Any, **
         return original(block, *args, **kwargs)
 
 
-def _routed(state: SglangState, original: Callable[..., Any], topk: Any, *args: Any, **kwargs: Any) -> Any:
-    """Asks for ids and weights where SGLang's own experts would route by themselves."""
-    config, ours = topk.topk_config, topk.layer_id is None or topk.layer_id in state.layer_ids
-    if state.bindings and ours and getattr(config.output_format, "name", "") != "STANDARD":
-        from sglang.srt.layers.moe.topk import TopKOutputFormat
-
-        config.output_format = TopKOutputFormat.STANDARD
-    return original(topk, *args, **kwargs)
-
-
 def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> None:
-    """Warms up as soon as the model is loaded: SGLang gives what memory is left then to its KV cache."""
+    """Warms up as soon as a model is loaded, and its draft after it: SGLang gives what memory is left then to its KV
+    cache."""
     take_over_gates(runner.model)
+    ask_for_ids(runner.model)
     if state.cold:
         state.loaded()
     elif not state.bindings and state.reports():
@@ -238,10 +229,9 @@ def _checked(state: SglangState, original: Callable[..., Any], checker: Any) -> 
     """Shows SGLang's checker, by which trainers verify updates, the experts in place of parameters that are freed."""
     _before_forward(state)  # what came last may still lie in them
     yield from ((name, tensor) for name, tensor in original(checker) if tensor.numel())
-    for layer in state.built:
+    for name, layer in layers_of(checker._get_model()).items():
         executor: Any = layer.executor
         if by_slot(executor):
-            name = state.bindings[layer.dispatcher.layer].name
             yield from ((f"{name}.{part}", tensor) for part, tensor in executor.slot_tensors().items())
 
 

@@ -1,4 +1,4 @@
-"""Finds the gates in a model of SGLang's whose product and choice eprt takes over."""
+"""Has experts chosen where and as eprt needs it: in a model of SGLang's whose layers eprt runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from eprt.integrations.engine.bound import bound_to
 from eprt.integrations.engine.routing import take_over, unrouted
 
 # Blocks that give the logits of a gate of this name to their `topk` as they are, and both what the experts get.
@@ -29,3 +30,16 @@ def _take_over(block: Any, gate: Any) -> None:
     if choice.use_grouped_topk or choice.scoring_func != "softmax" or scaled or biased:
         return
     choice.custom_routing_function = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize)
+
+
+def ask_for_ids(model: nn.Module) -> None:
+    """Has routers say ids and weights to eprt's layers, where SGLang's own experts would route by themselves."""
+    modules: list[Any] = list(model.modules())
+    ours = {module.layer_id for module in modules if bound_to(module) is not None}
+    if not ours:
+        return
+    from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
+
+    for module in modules:
+        if isinstance(module, TopK) and (module.layer_id is None or module.layer_id in ours):
+            module.topk_config.output_format = TopKOutputFormat.STANDARD

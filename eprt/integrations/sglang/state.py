@@ -34,7 +34,6 @@ class SglangState(EngineState):
     """The state that all layers of one SGLang process share.
 
     Attributes:
-        layer_ids: numbers of the layers that eprt runs, as SGLang's routers know them.
         top_k: experts that a token visits, of the router that was made last.
         lacking: what the log was told last of new weights that came in part, or "".
         kept: what comes back with the memory that SGLang gave away.
@@ -45,7 +44,6 @@ class SglangState(EngineState):
     logger = logging.getLogger("sglang.eprt")
     eager_flag = EAGER
 
-    layer_ids: set[int] = field(default_factory=set)
     top_k: int | None = None
     lacking: str = ""
     kept: Kept = field(default_factory=Kept)
@@ -77,10 +75,7 @@ class SglangState(EngineState):
         runtime = runtime_config(args, self.options(), all_to_all=everywhere)
         sharing = "own tokens" if everywhere else "local"
         parts = layer.moe_tp_size * (1 if everywhere else layer.moe_ep_size)
-        captured = captures_graphs(args)
-        binding = self.bind_layer(name_of(layer), config, sharing, parts, runtime, captured=captured)
-        self.layer_ids.add(layer.layer_id)
-        return binding
+        return self.bind_layer(name_of(layer), config, sharing, parts, runtime, captured=captures_graphs(args))
 
     def leave(self, name: str, reason: str) -> None:
         """Notes a layer that stays with SGLang. Raises ConfigError where SGLang can't run it, or if `strict`."""
@@ -109,7 +104,7 @@ class SglangState(EngineState):
         """Warms up, and notes before what of the layers SGLang may take away: it keeps no copy of that."""
         args = _arguments()
         if args.enable_memory_saver and not args.enable_weights_cpu_backup:
-            self.loaded_at = addresses(self.built)
+            self.loaded_at |= addresses(self.cold)
         self.warm()
 
     def release(self) -> None:

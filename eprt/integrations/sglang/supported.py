@@ -88,7 +88,6 @@ def require_supported(args: Any) -> None:
             (getattr(args, "init_expert_location", "trivial") != "trivial", "--init-expert-location orders experts"),
             (has("enable_two_batch_overlap"), "--enable-two-batch-overlap runs two batches at once through a layer"),
             (has("enable_single_batch_overlap"), "--enable-single-batch-overlap splits a layer's call"),
-            (has("speculative_algorithm"), "--speculative-algorithm: layers of drafts are not told apart"),
             (
                 (has("enable_lora") or has("lora_paths")) and not adapts_attention(args.lora_target_modules),
                 ADAPTERS.format("SGLang"),
@@ -168,6 +167,7 @@ def all_to_all_reason(args: Any, given: dict[str, Any]) -> str:
             [
                 (given.get(ALL_TO_ALL) is False, f"{VARIABLE} says {ALL_TO_ALL}: false"),
                 (args.pp_size > 1, "--pp-size: each stage of a pipeline has ranks of its own"),
+                (args.speculative_algorithm is not None, "--speculative-algorithm: SGLang carries its draft's tokens"),
                 (width == 1, "attention isn't data-parallel (--attn-dp-size, or --dp-size and --enable-dp-attention)"),
                 (width != args.tp_size, f"--dp-size {width} isn't --tp-size {args.tp_size}"),
                 (args.ep_size != args.tp_size, f"--ep-size {args.ep_size} isn't --tp-size {args.tp_size}"),
@@ -286,8 +286,12 @@ def runtime_config(args: Any, given: dict[str, Any], *, all_to_all: bool) -> Run
     """
     chunk = args.chunked_prefill_size or 0
     prefill = chunk if chunk > 0 else args.max_prefill_tokens
-    captured = [phase.max_bs or 0 for phase in _captured(args, "prefill", "decode")]
-    most = max(prefill, args.max_running_requests or 0, *captured)
+    sequences = max(args.max_running_requests or 0, *(phase.max_bs or 0 for phase in _captured(args, "decode")), 0)
+    most = max(
+        prefill,
+        sequences * (args.speculative_num_draft_tokens or 1),  # one step verifies all of them
+        *(phase.max_bs or 0 for phase in _captured(args, "prefill")),
+    )
     gathered = 1 if all_to_all else attention_dp(args)
     return runtime_with(_invariant(args) | given, most * gathered)
 

@@ -7,11 +7,10 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import nn
 
+from eprt.integrations.engine.bound import layers_of
 from eprt.integrations.engine.sleeping import experts_of
 from eprt.integrations.engine.state import EngineState
-from eprt.layer import ExpertParallelMoE
 
 
 def watch_checksums(state: EngineState, worker: Any) -> None:
@@ -26,7 +25,7 @@ def watch_checksums(state: EngineState, worker: Any) -> None:
         prefix = self._weight_checksum_prefix()
         added = {
             f"{prefix}{name}.{part}": _digest(tensor)
-            for name, layer in _layers_of(self.get_model()).items()
+            for name, layer in layers_of(self.get_model()).items()
             for part, tensor in experts_of(layer).items()
         }
         return {**inner(self), **added}
@@ -42,16 +41,9 @@ def zero_experts(worker: Any) -> None:
     Raises:
         UnsupportedError: an executor whose experts can't be told from its other tensors.
     """
-    for layer in _layers_of(worker.get_model()).values():
+    for layer in layers_of(worker.get_model()).values():
         for tensor in layer.executor.slot_tensors().values():
             tensor.zero_()
-
-
-def _layers_of(model: nn.Module) -> dict[str, ExpertParallelMoE]:
-    """Returns eprt's layers of one model, not of its draft, as vLLM's checker sees one model."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    found = {id(bound): bound for method in methods if (bound := getattr(method, "eprt", None)) is not None}
-    return {bound.binding.name: bound.layer for bound in found.values() if bound.layer is not None}
 
 
 def _digest(tensor: torch.Tensor) -> str:

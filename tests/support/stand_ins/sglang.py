@@ -37,6 +37,8 @@ def arguments(**changes: Any) -> Any:
         max_running_requests=None,
         init_expert_location="trivial",
         enable_memory_saver=False,
+        speculative_algorithm=None,
+        speculative_num_draft_tokens=None,
         lora_target_modules=None,
     )
     vars(args).update(changes)
