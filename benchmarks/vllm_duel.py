@@ -29,7 +29,7 @@ import duel
 from vllm_engine import most_tokens, run
 
 ONE_GPU_STEP = {1: 0.78, 4: 0.72, 16: 0.70, 64: 0.74, 256: 0.80}  # gpt-oss, by batch
-ONE_GPU = {"prefill": (1 / 1.05, 1 / 1.15), "mixed": (1.0, 0.85)}  # of other models, of gpt-oss
+ONE_GPU = {"prefill": (1 / 1.05, 1 / 1.15), "mixed": (1.0, 0.85), "prompt": (1.0, 1.0)}  # of other models, of gpt-oss
 ENTRY = ("vllm.general_plugins", "eprt.integrations.vllm:register")
 
 

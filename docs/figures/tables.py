@@ -431,6 +431,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_marlin": lambda: duel("vllm_gpt_oss_20b_marlin_h100_x1", "vLLM"),
     "vllm_qwen3": lambda: duel("vllm_qwen3_h200_x1", "vLLM"),
     "vllm_qwen3_fp8": lambda: duel("vllm_qwen3_30b_fp8_h200_x1", "vLLM"),
+    "vllm_prompts": lambda: duel("vllm_prompts_h200_x1", "vLLM"),
     "vllm_gemma4": lambda: duel("vllm_gemma4_h200_x1", "vLLM"),
     "sglang_one_gpu": lambda: duel("sglang_gpt_oss_20b_h200_x1", "SGLang"),
     "sglang_qwen3": lambda: duel("sglang_qwen3_h200_x1", "SGLang"),
