@@ -33,14 +33,9 @@ def _e4m3(byte: int) -> float:
     return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
-def _e8m0(byte: int) -> float:
-    """A power of two, bias 127; 255 is NaN."""
-    return float("nan") if byte == 0xFF else 2.0 ** (byte - 127)
-
-
 INT4 = tuple(float(code) for code in range(16))
 E4M3 = tuple(_e4m3(byte) for byte in range(256))
-E8M0 = tuple(_e8m0(byte) for byte in range(256))
+E8M0 = (*(2.0 ** (byte - 127) for byte in range(255)), float("nan"))
 
 
 def _look_up(table: tuple[float, ...], tensor: torch.Tensor) -> torch.Tensor:
