@@ -107,9 +107,7 @@ def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
     size = world_size(size, device)
     for check in standard_checks(size, Device.here(device)):
         groups[_group(check)].append(check)
-    started = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    failures: list[CheckRow] = []
+    started, rows, failures = time.monotonic(), list[dict[str, Any]](), list[CheckRow]()
     with ranks(size, device) as workers, terminal.progress(f"{device} x {size}", len(groups)) as advance:
         for key, checks in groups.items():
             results = summarize(workers.run(run_checks, checks=checks))

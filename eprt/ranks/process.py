@@ -186,6 +186,9 @@ def _work(context: RankContext, setup: RankSetup, name: str) -> None:
 
 
 def _die_with_parent() -> None:
+    # multiprocessing gives each child the pipe end that keeps the fork server alive, so the server outlived a killed
+    # parent as long as a rank hung. Without it: parent gone, server gone, SIGKILL here.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -197,9 +200,6 @@ def _settle(setup: RankSetup) -> None:
     """Gives this process a session and a log, makes it die with its parent and dump its stacks on SIGUSR1."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the server
-    # multiprocessing gives each child the pipe end that keeps the fork server alive, so the server outlived a killed
-    # parent as long as a rank hung. Without it: parent gone, server gone, SIGKILL here.
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
     _die_with_parent()
     # Under "forkserver", Python's own choice from 3.14 on, each semaphore (tqdm has one) has a name, and Python would
     # warn of it once this process is killed. It starts no process either way: a daemon may have no children.

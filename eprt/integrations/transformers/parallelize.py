@@ -102,7 +102,7 @@ def parallelize(
         layers = spread(model, world, runtime, checkpoint, placed, on_layer)
         agreement_of(model).known = True
         return layers
-    with load_on_all_ranks(world, lambda: _source(model, config, checkpoint)) as source:
+    with load_on_all_ranks(world, lambda: _source(model, _unpacked(config), checkpoint)) as source:
         family = family_for(config)
         numbers = family.moe_layers(config)
         require_same_weights(model, world, tuple(f"{family.module_path(number)}." for number in numbers))
@@ -217,7 +217,7 @@ def _refuse_router_logits(model: nn.Module, agreement: ForwardAgreement) -> None
 
 
 def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | None) -> Checkpoint:
-    """Opens what the experts come from. Raises CheckpointError, ConfigError, UsageError."""
+    """Opens what the experts come from; `config` is unpacked. Raises CheckpointError, ConfigError, UsageError."""
     family = family_for(config)
     _check_model(model)
     numbers = {family.module_path(number): number for number in family.moe_layers(config)}
@@ -225,9 +225,8 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
         raise ConfigError(f"the {config.get('model_type')} model has no MoE layers")
     blocks = {path: block_at(model, path) for path in numbers}
     _require_loaded(model, blocks, checkpoint)
-    plain = _unpacked(config)
     for path, block in blocks.items():
-        _require_as_configured(block, path, family.text_config(plain), family.moe_config(plain, numbers[path]).top_k)
+        _require_as_configured(block, path, family.text_config(config), family.moe_config(config, numbers[path]).top_k)
     lean = [block for block in blocks.values() if isinstance(block, Placeholder)]
     held = [name for path, block in blocks.items() for name in names_inside(path, block)]
     require_none_inside(model, held, [name for block in lean for name in block.names])
@@ -273,7 +272,7 @@ def _require_same_model(source: Checkpoint, config: dict[str, Any], family: Mode
     if len({SAME_MODEL.get(kind, kind) for kind in (found, expected)}) > 1:
         raise ConfigError(f"{source.directory} is a checkpoint of {found}, the model is of {expected}: give its own")
     theirs = family_for(source.config)
-    run = _facts(family, _unpacked(config))
+    run = _facts(family, config)
     read = _facts(theirs, source.config)
     differing = [name for name in {**run, **read} if read.get(name, "-") != run.get(name, "-")]
     if differing:
