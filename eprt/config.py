@@ -192,27 +192,18 @@ class MoEConfig:
         if self.model_hidden_size is not None:
             require_size("model_hidden_size", self.model_hidden_size, MAX_WIDTH)
         require_kinds(MoEConfig, vars(self))
+        E, K, groups, usable = self.num_experts, self.top_k, self.routing.num_groups, self.routing.topk_groups
+        _require(K <= E, f"top_k {K} is larger than num_experts {E}: a token visits distinct experts")
         _require(
-            self.top_k <= self.num_experts,
-            f"top_k {self.top_k} is larger than num_experts {self.num_experts}: a token visits distinct experts",
+            not self.weight_on_input or K == 1,
+            f"top_k {K} with weight_on_input: must be 1, a token travels once, with one input",
         )
+        _require(self.routing.method != "sparsemixer" or K == 2, f"top_k {K} with sparsemixer routing: must be 2")
+        _require(E % groups == 0, f"num_experts {E} can't be split into {groups} routing groups")
+        reachable = E // groups * usable
         _require(
-            not self.weight_on_input or self.top_k == 1,
-            f"top_k {self.top_k} with weight_on_input: must be 1, a token travels once, with one input",
-        )
-        _require(
-            self.routing.method != "sparsemixer" or self.top_k == 2,
-            f"top_k {self.top_k} with sparsemixer routing: must be 2",
-        )
-        _require(
-            self.num_experts % self.routing.num_groups == 0,
-            f"num_experts {self.num_experts} can't be split into {self.routing.num_groups} routing groups",
-        )
-        reachable = self.num_experts // self.routing.num_groups * self.routing.topk_groups
-        _require(
-            self.top_k <= reachable,
-            f"top_k {self.top_k} is larger than the {reachable} experts of the {self.routing.topk_groups} routing "
-            "groups a token may use",
+            reachable >= K,
+            f"top_k {K} is larger than the {reachable} experts of the {usable} routing groups a token may use",
         )
 
     @property

@@ -90,17 +90,14 @@ class CachedKernel:
         pdl: bool = False,
         **options: Any,
     ) -> None:
-        options = {"enable_fp_fusion": True} | options  # Triton's default until 3.9
         pdl = pdl and Device.of(device).sm >= 90
-        if pdl:
-            options["launch_pdl"] = True
+        # enable_fp_fusion is Triton's default until 3.9.
+        options = {"enable_fp_fusion": True, **options, **({"launch_pdl": True} if pdl else {})}
         if "PDL" in kernel.arg_names:
             constants = {**constants, "PDL": pdl}
         arguments = tuple(map(_without_memory, arguments))
         self._constants = tuple(constants[name] for name in kernel.arg_names if name in constants)
-        self._kernel = kernel
-        self._dtypes = arguments
-        self._where = device
+        self._kernel, self._dtypes, self._where = kernel, arguments, device
         self._run: Callable[..., None] | None = None
         self._specialization = Specialization(kernel, arguments, {**constants, **options}, self._load)
         if _recorded is not None:

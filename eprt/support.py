@@ -166,12 +166,8 @@ def register(table: dict[str, S], spec: S, expected: type[S]) -> None:
     """Adds a user's row to `table`, for this process. Adding an equal row again changes nothing. A class has one row,
     which it reads.
 
-    Args:
-        expected: the class of the table's rows.
-
-    Raises:
-        ConfigError: another class of row; a name that is empty, "auto" or taken; a path that isn't "module:Class", or
-            is another row's; a field that names nothing, or something that doesn't exist.
+    Raises ConfigError for a row of another class than `expected`; a name that is empty, "auto" or taken; a path that
+    isn't "module:Class", or is another row's; a field that names nothing, or something that doesn't exist.
     """
     kind = expected.__name__
     if not isinstance(cast(object, spec), expected):

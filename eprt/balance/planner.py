@@ -267,14 +267,11 @@ class _Slots:
         places = [place for place, expert in enumerate(held) if expert != EMPTY and expert not in taken]
         if EMPTY in held:
             insort(places, held.index(EMPTY))
-        return places, np.array([self._carries(held[place]) for place in places])
+        return places, np.array([0.0 if held[place] == EMPTY else self.share[held[place]] for place in places])
 
     def _swap(self, hot: int, i: int, rank: int, j: int) -> None:
         self.held[hot][i], self.held[rank][j] = self.held[rank][j], self.held[hot][i]
         self._sum()
-
-    def _carries(self, expert: int) -> float:
-        return 0.0 if expert == EMPTY else self.share[expert]
 
     def mend(self, goal: float) -> bool:
         """Makes few changes, each the best that cools the hottest rank, until it is at the goal. False: it never is."""

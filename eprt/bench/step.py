@@ -98,11 +98,7 @@ class _Batch:
     def __call__(self, token: torch.Tensor) -> torch.Tensor:
         """Returns the next tokens [rows, 1] of these [rows, 1]."""
         output = self._model(
-            token,
-            cache_position=self._position,
-            position_ids=self._positions,
-            attention_mask=self._mask,
-            **self._given,
+            token, cache_position=self._position, position_ids=self._positions, attention_mask=self._mask, **self._given
         )
         return output.logits[:, -1:].argmax(-1)
 

@@ -8,14 +8,7 @@ from functools import partial
 from typing import Any
 
 from eprt.bench.baselines import MISSING, baselines
-from eprt.bench.dispatch import (
-    CHECK_TOLERANCE,
-    DispatchCase,
-    dispatch_rows,
-    measure_dispatch,
-    push_rate,
-    transports,
-)
+from eprt.bench.dispatch import CHECK_TOLERANCE, DispatchCase, dispatch_rows, measure_dispatch, push_rate, transports
 from eprt.bench.report import Report
 from eprt.bench.simulate import SimulatedWorld, simulation_report
 from eprt.cli.arguments import BenchDispatch

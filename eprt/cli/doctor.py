@@ -42,10 +42,8 @@ PROOF: dict[str, Column] = {name: name for name in ("", *KEYS, "passed", "worst 
 
 
 def doctor(arguments: Doctor, terminal: Terminal) -> int:
-    """Prints the report. Returns 1 if a conformance check of --run or a trial of --faults failed, else 0.
-
-    Raises ConfigError for options of --run and --faults without them, which would do nothing.
-    """
+    """Prints the report. Returns 1 if a conformance check of --run or a trial of --faults failed, else 0. Raises
+    ConfigError for options of --run and --faults without them, which would do nothing."""
     _require_use(arguments)
     found = fault_report(arguments, terminal) if arguments.faults else None
     report: dict[str, Any] = {
@@ -58,17 +56,15 @@ def doctor(arguments: Doctor, terminal: Terminal) -> int:
         "problems": [asdict(problem) for problem in diagnosis.problems()],
     }
     _say(report, terminal)
-    failed = 0
     if arguments.run:
         worlds = [("cpu", arguments.world)]
         worlds += [("cuda", torch.cuda.device_count())] if torch.cuda.is_available() else []
         report["conformance"] = [_prove(device, size, terminal) for device, size in worlds]
-        failed = sum(len(world["failures"]) for world in report["conformance"])
     if found is not None:
         report["faults"] = break_ranks(found, arguments, terminal)
-        failed += sum(not row["ok"] for row in report["faults"])
     terminal.result(report)
-    return 1 if failed else 0
+    failed = any(world["failures"] for world in report.get("conformance", ()))
+    return int(failed or not all(row["ok"] for row in report.get("faults", ())))
 
 
 def _require_use(arguments: Doctor) -> None:
@@ -107,9 +103,7 @@ def _prove(device: str, size: int, terminal: Terminal) -> dict[str, Any]:
     size = world_size(size, device)
     for check in standard_checks(size, Device.here(device)):
         groups[_group(check)].append(check)
-    started = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    failures: list[CheckRow] = []
+    started, rows, failures = time.monotonic(), list[dict[str, Any]](), list[CheckRow]()
     with ranks(size, device) as workers, terminal.progress(f"{device} x {size}", len(groups)) as advance:
         for key, checks in groups.items():
             results = summarize(workers.run(run_checks, checks=checks))

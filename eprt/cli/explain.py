@@ -102,10 +102,9 @@ def _say(terminal: Terminal, config: MoEConfig, layers: list[int], plan: Plan) -
     terminal.table(
         f"Candidates (-> chosen, ok possible, no refused; us: all but routing, {plan.tokens} tokens per rank)",
         columns(
-            " = mark | dispatcher | executor | tokens = token_format | us | reason",
+            " = mark | dispatcher | executor | tokens = token_format | us | reason = support.reason",
             mark=lambda c: "->" if c is plan.chosen else "ok" if c.support else "no",
             us=_microseconds,
-            reason=lambda c: c.support.reason,
         ),
         plan.candidates,
     )

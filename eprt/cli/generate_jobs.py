@@ -80,11 +80,8 @@ def load_model(
 ) -> tuple[int, str, str, list[str]]:
     """Loads the model without other ranks' experts; appends a byte to `ticks` for each layer. Collective.
 
-    Args:
-        graphs: whether decode steps are replayed from CUDA graphs, where they can be captured.
-
-    Returns:
-        the number of MoE layers, the plan's dispatcher and executor, and what was warned of.
+    `graphs`: decode steps are replayed from CUDA graphs where they can be captured. Returns the number of MoE layers,
+    the plan's dispatcher and executor, and what was warned of.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -96,8 +93,7 @@ def load_model(
     context.release("generate")
     with heard() as warnings:
         model = load_without_experts(directory, dtype="auto", device_map=None).eval().to(world.device)
-        # Graphs hold whole steps, not layers.
-        whole = graphs and not model_refusal(model, settings.options)
+        whole = graphs and not model_refusal(model, settings.options)  # graphs hold whole steps, not layers
         runtime = RuntimeConfig(max_tokens_per_rank=settings.max_tokens, layer_graphs=False if whole else None)
         layers = parallelize(model, world, runtime, on_layer=_ticker(ticks if context.rank == 0 else None))
         world.warmup(*layers)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from eprt.errors import ConfigError, InputError, one_block
 
@@ -100,7 +100,7 @@ def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
 def _prompt(line: bytes, where: str) -> Prompt:
     """Returns the prompt in a line. Raises InputError."""
     try:
-        value = json.loads(line.decode(), parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(line.decode(), parse_constant=_finite, parse_float=_finite)
         found: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
         given = json.dumps(found)
     except ValueError as error:
@@ -128,14 +128,10 @@ def _chat(content: Any) -> bool:
     )
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{_cut(digits)} is beyond a double")
+        raise ValueError(f"{_cut(digits)} is no finite number")
     return value
 
 

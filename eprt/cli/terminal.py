@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,8 +24,8 @@ NO_OUTPUT = 74  # EX_IOERR
 PIPE_CLOSED = 141  # what a shell says of a process that SIGPIPE ended
 _CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
-# One column of a table: the row's key or attribute, with a format if one is needed ("us:.0f"), or two of them to show
-# both ("p50/p99:.1f"); or a function of the row.
+# One column of a table: the row's key or attribute ("support.reason"), with a format if one is needed ("us:.0f"), or
+# two of them to show both ("p50/p99:.1f"); or a function of the row.
 Column = str | Callable[[Any], object]
 
 
@@ -195,7 +196,7 @@ def _cell(row: Any, column: Column) -> str:
         values, spec = [column(row)], ""
     else:
         keys, _, spec = column.partition(":")
-        values = [row.get(key) if isinstance(row, dict) else getattr(row, key) for key in keys.split("/")]
+        values = [row.get(key) if isinstance(row, dict) else attrgetter(key)(row) for key in keys.split("/")]
     return "-" if any(value is None for value in values) else "/".join(format(value, spec) for value in values)
 
 

@@ -229,12 +229,8 @@ class Dispatcher(ABC):
         return self.capacity.agree(tokens, given or 0, cut)
 
     def send(self, hidden_states: torch.Tensor, topk: TopK, rows: int, *, wait: bool = True) -> Dispatched:
-        """Does the second half of `dispatch`: sends the tokens that `agree` has checked.
-
-        Args:
-            hidden_states, topk: what `agree` checked, or the first rows of it where R was over the capacity.
-            rows: R of this round, at most the capacity.
-        """
+        """Does the second half of `dispatch`: sends the tokens that `agree` has checked or, where R was over the
+        capacity, those of a round. `rows`: R of this round, at most the capacity."""
         T, dtype = hidden_states.shape[0], hidden_states.dtype
         handle = self._open[self._calls] = Handle(
             self, self._calls, T, rows, dtype, deferred=not wait, generation=self.world.generation

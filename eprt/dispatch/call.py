@@ -278,25 +278,21 @@ def check_call(
 
 def check_routing(num_tokens: int, routing: object, token_ids: object, config: MoEConfig) -> None:
     """Raises InputError unless a layer's caller passes a routing of `num_tokens` tokens: slices hide extra rows."""
-    given: list[tuple[str, object, int]]
+    given: list[tuple[str, object, int]] = []
     if isinstance(routing, TopK):
         given = [("topk_ids", routing.ids, config.top_k), ("topk_weights", routing.weights, config.top_k)]
     elif isinstance(routing, RouterLogits):
         given = [("router logits", routing.logits, config.num_experts)]
-    elif routing is None:
-        given = []
-    else:
+    elif routing is not None:
         raise InputError(f"routing is a {type(routing).__name__}: expected TopK, RouterLogits or None")
     if token_ids is not None:
         given.append(("token_ids", token_ids, 0))
     for name, tensor, width in given:
-        if not torch.is_tensor(tensor):
-            found = type(tensor).__name__
-        elif tensor.is_nested or tensor.layout != torch.strided:
-            raise InputError(
-                f"{name} is a {'nested' if tensor.is_nested else tensor.layout} tensor: expected a dense one"
-            )
-        else:
+        found: object = type(tensor).__name__
+        if isinstance(tensor, torch.Tensor):
+            if tensor.is_nested or tensor.layout != torch.strided:
+                kind = "nested" if tensor.is_nested else tensor.layout
+                raise InputError(f"{name} is a {kind} tensor: expected a dense one")
             found = tuple(tensor.shape)
         if width and found != (num_tokens, width):
             raise InputError(

@@ -162,15 +162,12 @@ def make_executor(
     token_format: TokenFormat | None = None,
     require_cold: Callable[[str], None] = anytime,
 ) -> Executor:
-    """Import and build the executor `name`.
+    """Imports and builds the executor `name`. Raises ConfigError for an unknown name, or weights that don't fit.
 
     Args:
-        token_format: what the dispatcher emits. An executor whose kernels don't take it is built behind an adapter
-            (`AdaptedExecutor`), which takes both. None: the executor's native formats will do.
+        token_format: what the dispatcher emits: an `AdaptedExecutor` is put before kernels that don't take it. None:
+            the executor's native formats will do.
         require_cold: `World.require_cold`: calls that would compile something after the warm-up are refused.
-
-    Raises:
-        ConfigError: unknown name, or weights that don't fit.
     """
     spec = executor_spec(name)
     kind: type[PreparedExecutor] = load_class(spec, PreparedExecutor)
@@ -178,6 +175,5 @@ def make_executor(
     # An executor with a layout for each format makes the one it will be given.
     runtime = replace(runtime, token_format=token_format or runtime.token_format)
     executor = kind(config, shard, weights, device, runtime, require_cold)
-    if token_format is None or token_format in spec.formats:
-        return executor
-    return AdaptedExecutor(executor)
+    native = token_format is None or token_format in spec.formats
+    return executor if native else AdaptedExecutor(executor)

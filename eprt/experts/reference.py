@@ -33,14 +33,9 @@ def _e4m3(byte: int) -> float:
     return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
-def _e8m0(byte: int) -> float:
-    """A power of two, bias 127; 255 is NaN."""
-    return float("nan") if byte == 0xFF else 2.0 ** (byte - 127)
-
-
 INT4 = tuple(float(code) for code in range(16))
 E4M3 = tuple(_e4m3(byte) for byte in range(256))
-E8M0 = tuple(_e8m0(byte) for byte in range(256))
+E8M0 = (*(2.0 ** (byte - 127) for byte in range(255)), float("nan"))
 
 
 def _look_up(table: tuple[float, ...], tensor: torch.Tensor) -> torch.Tensor:
@@ -68,10 +63,9 @@ def decode_matrix(matrix: Matrix, parts: int) -> torch.Tensor:
     if isinstance(matrix, Dense):
         # Never the caller's memory, nor its strides: experts may be moved.
         return matrix.data.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if isinstance(matrix, Mxfp4):
-        return _nibbles(matrix.codes) * _repeat(_look_up(E8M0, matrix.scales), 32, 2, cols)
-    if isinstance(matrix, Mxfp8):
-        return _look_up(E4M3, matrix.data) * _repeat(_look_up(E8M0, matrix.scales), 32, 2, cols)
+    if isinstance(matrix, Mxfp4 | Mxfp8):
+        values = _nibbles(matrix.codes) if isinstance(matrix, Mxfp4) else _look_up(E4M3, matrix.data)
+        return values * _repeat(_look_up(E8M0, matrix.scales), 32, 2, cols)
     if isinstance(matrix, Nvfp4):
         scale = _repeat(_look_up(E4M3, matrix.scales), 16, 2, cols)
         return _nibbles(matrix.codes) * scale * _repeat(matrix.global_scale, part_rows, 1, rows)[:, :, None]
@@ -81,11 +75,10 @@ def decode_matrix(matrix: Matrix, parts: int) -> torch.Tensor:
         return _look_up(E4M3, matrix.data) * matrix.scale[:, :, None]
     if isinstance(matrix, Int4):
         zeros = torch.full_like(matrix.scales, 8.0) if matrix.zeros is None else matrix.zeros
-        of_each = [_repeat(t.float(), cols // t.shape[2], 2, cols) for t in (zeros, matrix.scales)]
-        return (_nibbles(matrix.codes, INT4) - of_each[0]) * of_each[1]
+        zero, scale = (_repeat(t.float(), cols // t.shape[2], 2, cols) for t in (zeros, matrix.scales))
+        return (_nibbles(matrix.codes, INT4) - zero) * scale
     if isinstance(matrix, Fp8Block):
-        grids = matrix.scale.chunk(parts, dim=1)
-        scale = torch.cat([_repeat(grid, 128, 1, part_rows) for grid in grids], dim=1)
+        scale = torch.cat([_repeat(grid, 128, 1, part_rows) for grid in matrix.scale.chunk(parts, dim=1)], dim=1)
         return _look_up(E4M3, matrix.data) * _repeat(scale, 128, 2, cols)
     raise ConfigError(f"{type(matrix).__name__} isn't a matrix type of eprt.weights")
 

@@ -76,13 +76,11 @@ class StepGraphs:
     ) -> None:
         require_kinds(StepGraphs.__init__, locals())
         self._world, self._layers, self._forward, self._idle = world, list(layers), forward, idle
-        _require_layers(self._layers)
+        _require_layers(self._layers, world.device)
         _require_buckets(buckets)
         self.buckets = tuple(sorted(set(buckets)))
         inputs = dict(sorted(inputs.items()))  # ranks may name them in orders of their own
         _require_rows(inputs, world.device)
-        if world.device.type == "cuda":
-            _require_capturable(self._layers)
         self._watch = PeerWatch(world, self._layers)
         self._routers = [layer.router for layer in self._layers if layer.router is not None]
         self._padding = Padding(world, self.buckets[-1])
@@ -284,10 +282,15 @@ def _inside(world: World, rows: int) -> Iterator[None]:
         world.current_step = before
 
 
-def _require_layers(layers: Iterable[object]) -> None:
+def _require_layers(layers: Iterable[GraphedLayer], device: torch.device) -> None:
     for layer in layers:
         if not isinstance(getattr(layer, "dispatcher", None), Dispatcher):
             raise ConfigError(f"layers hold {type(layer).__name__}: expected each ExpertParallelMoE that forward calls")
+    reasons = {reason: None for layer in layers if device.type == "cuda" and (reason := refusal(layer))}
+    if reasons:
+        raise ConfigError(
+            f"these layers can't be captured: {'; '.join(reasons)}; `eprt explain` lists the pairs that can"
+        )
 
 
 def _require_buckets(buckets: Sequence[int]) -> None:
@@ -303,14 +306,6 @@ def _require_rows(inputs: Mapping[str, torch.Tensor], device: torch.device) -> N
             )
     if not inputs:
         raise ConfigError("StepGraphs without inputs: give forward at least one, [1, ...]")
-
-
-def _require_capturable(layers: Iterable[GraphedLayer]) -> None:
-    reasons = {reason: None for layer in layers if (reason := refusal(layer))}
-    if reasons:
-        raise ConfigError(
-            f"these layers can't be captured: {'; '.join(reasons)}; `eprt explain` lists the pairs that can"
-        )
 
 
 def _require_outputs(output: Any, rows: int) -> None:

@@ -357,14 +357,8 @@ class ExpertParallelMoE(nn.Module):
         if isinstance(routing, TopK) or self._engine(x, routing, tokens_per_rank) is not None:
             return routing
         bias, table = (None, None) if router is None else (router.correction_bias, router.token_table)
-        return route(
-            routing,
-            self.config.routing,
-            self.config.top_k,
-            correction_bias=bias,
-            token_ids=token_ids,
-            token_table=table,
-        )
+        given = {"correction_bias": bias, "token_ids": token_ids, "token_table": table}
+        return route(routing, self.config.routing, self.config.top_k, **given)
 
     def _engine(self, x: torch.Tensor, choice: TopK | RouterLogits, tokens_per_rank: int | None) -> Engine | None:
         """Returns the first engine that takes the call; None: the dispatcher and the executor make it."""

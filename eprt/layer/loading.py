@@ -110,28 +110,22 @@ class ExpertLoading:
         self, weights: ExpertWeights | None, experts: Sequence[int] | None, shard: ExpertShard
     ) -> tuple[Sequence[int], ExpertWeights | None, list[int] | None]:
         """Returns the numbers of the experts that this rank brings; of those that it holds, one for each slot to write;
-        and those slots, None for all of them.
-
-        Raises:
-            ConfigError: see `ExpertParallelMoE.load_experts`.
+        and those slots, None for all of them. Raises as `ExpertParallelMoE.load_experts`.
         """
         if not isinstance(weights, ExpertWeights | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"load_experts got {type(weights).__name__}: expected ExpertWeights, or None")
         if experts is None:
             if weights is None:
                 raise ConfigError("load_experts got no weights, and isn't told of single experts: pass this rank's")
-            weights.check(self._config, shard)
-            self._require_like(weights)
+            self._require_like(weights, shard)
             return shard.experts, weights, None
         ids = self._numbers(experts)
         if (weights is None) != (not ids):
-            raise ConfigError(
-                f"{len(ids)} experts and {'no' if weights is None else 'some'} weights: pass both, or none of them"
-            )
+            some = "no" if weights is None else "some"
+            raise ConfigError(f"{len(ids)} experts and {some} weights: pass both, or none of them")
         if weights is None:
             return ids, None, []
-        weights.check(self._config, ExpertShard(len(ids), 0, len(ids), shard.moe_tp_rank, shard.moe_tp_size))
-        self._require_like(weights)
+        self._require_like(weights, ExpertShard(len(ids), 0, len(ids), shard.moe_tp_rank, shard.moe_tp_size))
         rows = {expert: row for row, expert in enumerate(ids)}
         slots = [slot for slot, expert in enumerate(shard.experts) if expert in rows]
         picked = torch.tensor([rows[shard.experts[slot]] for slot in slots], dtype=torch.int64, device=weights.device)
@@ -148,9 +142,10 @@ class ExpertLoading:
             raise ConfigError(f"experts {ids or experts}: expected different numbers of experts, from 0 to {most}")
         return known
 
-    def _require_like(self, weights: ExpertWeights) -> None:
-        """Raises ConfigError where tokens travel in an order of columns, or in NVFP4 with a scale, that the new experts
-        don't share."""
+    def _require_like(self, weights: ExpertWeights, shard: ExpertShard) -> None:
+        """Raises ConfigError unless the weights are the shard's, and where tokens travel in an order of columns, or in
+        NVFP4 with a scale, that they don't share."""
+        weights.check(self._config, shard)
         held, new = (None if order is None else order.cpu() for order in (self.order, weights.hidden_order))
         if (held is None) != (new is None) or not (held is None or new is None or torch.equal(held, new)):
             raise ConfigError("hidden_order isn't that of the first weights: build the layer again with the new ones")

@@ -229,11 +229,8 @@ def _kind(name: str) -> str:
 
 
 def build_layer(parts: LayerParts, world: World, runtime: RuntimeConfig | None = None) -> ExpertParallelMoE:
-    """Builds the layer that `load_layer` read, ready for `World.warmup`. Collective; `parts.experts` aren't kept.
-
-    Args:
-        parts: read with `world.parallel` and `world.rank`; another rank's experts are refused on every rank.
-        runtime: capacity, backends, validation; None is `RuntimeConfig()`.
+    """Builds the layer that `load_layer` read with `world.parallel` and `world.rank`, ready for `World.warmup`.
+    Collective; `parts.experts` aren't kept.
 
     Raises:
         ConfigError, UnsupportedError: `parts` are another rank's, or as `ExpertParallelMoE`; the same on every rank.

@@ -235,8 +235,7 @@ class MatrixReader:
         where = self.checkpoint.where(name)
         place = next(place for place in places if place.name == name)
         if field.rows == 0:
-            shape = self.checkpoint.require(name, dtypes=field.dtypes).shape
-            if prod(shape) != 1:
+            if prod(shape := self.checkpoint.require(name, dtypes=field.dtypes).shape) != 1:
                 raise CheckpointError(f"{where} has shape {shown(shape)}: expected one number")
             return place, ()
         height, width = extent.size

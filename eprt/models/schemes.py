@@ -22,7 +22,7 @@ from eprt.json_files import shown
 from eprt.models.hf_config import HfConfig, boolean, choice, expect, integer, listed, model_dtype, section, where
 from eprt.models.patterns import EXPRESSION, Modules, first_match, left_out, require_few
 from eprt.quant.elements import COLUMNS_AS_THEY_ARE, COLUMNS_SORTED
-from eprt.weights import INT4_GROUPS, MX_BLOCK
+from eprt.weights import INT4_GROUPS, MX_BLOCK, NVFP4_BLOCK
 
 MOST_MATCHES = 20_000  # regular expressions times experts, of one layer
 _EVERY = "Linear"
@@ -113,14 +113,10 @@ def _fp8(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
     else:
         expect(quant, "weight_block_size", [128, 128])
         packed = Scheme("fp8_block" if quant.get("weight_block_size") else "fp8_tensor")
-    return _but_for(hf, quant, ("modules_to_not_convert", "ignored_layers"), packed, modules)
+    return _but_for(hf, quant, modules, ("modules_to_not_convert", "ignored_layers"), packed)
 
 
-def _mxfp4(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Scheme:
-    return _but_for(hf, quant, ("modules_to_not_convert",), Scheme("mxfp4"), modules)
-
-
-def _but_for(hf: dict[str, Any], quant: dict[str, Any], lists: Modules, packed: Scheme, modules: Modules) -> Scheme:
+def _but_for(hf: dict[str, Any], quant: dict[str, Any], modules: Modules, lists: Modules, packed: Scheme) -> Scheme:
     left = [name for field in lists for name in listed(quant, field, str) or []]
     return _one_scheme(hf, lambda names: _plain(hf) if left_out(names, left) else packed, modules)
 
@@ -192,9 +188,9 @@ def _compressed_scheme(group: dict[str, Any], quant: dict[str, Any]) -> Scheme:
         "pack-quantized": _pack_quantized,
         "float-quantized": _float_quantized,
         "naive-quantized": _float_quantized,
-        "nvfp4-pack-quantized": _nvfp4_packed,
-        "mxfp4-pack-quantized": partial(_mx_quantized, format="mxfp4", bits=4),
-        "mxfp8-quantized": partial(_mx_quantized, format="mxfp8", bits=8),
+        "nvfp4-pack-quantized": partial(_block_quantized, format="nvfp4", bits=4, block=NVFP4_BLOCK),
+        "mxfp4-pack-quantized": partial(_block_quantized, format="mxfp4", bits=4, block=MX_BLOCK),
+        "mxfp8-quantized": partial(_block_quantized, format="mxfp8", bits=8, block=MX_BLOCK),
     }
     stored = choice(group if group.get("format") else quant, "format", readers)
     return replace(readers[stored](section(group, "weights")), packer="compressed-tensors")
@@ -221,15 +217,9 @@ def _float_quantized(weights: dict[str, Any]) -> Scheme:
     return Scheme(formats[strategy])
 
 
-def _nvfp4_packed(weights: dict[str, Any]) -> Scheme:
-    _expect_number(weights, "float", 4)
-    expect(weights, "group_size", 16)
-    return Scheme("nvfp4")
-
-
-def _mx_quantized(weights: dict[str, Any], format: WeightFormat, bits: int) -> Scheme:
+def _block_quantized(weights: dict[str, Any], format: WeightFormat, bits: int, block: int) -> Scheme:
     _expect_number(weights, "float", bits)
-    expect(weights, "group_size", MX_BLOCK)
+    expect(weights, "group_size", block)
     return Scheme(format)
 
 
@@ -369,7 +359,7 @@ def _said(scheme: Scheme) -> str:
 
 # quant_method -> scheme, from the config, its quantization_config and the names of the experts' modules.
 DIALECTS: dict[str, Callable[[dict[str, Any], dict[str, Any], Modules], Scheme]] = {
-    "mxfp4": _mxfp4,
+    "mxfp4": partial(_but_for, lists=("modules_to_not_convert",), packed=Scheme("mxfp4")),
     "fp8": _fp8,
     "modelopt": _modelopt,
     "compressed-tensors": _compressed,

@@ -165,22 +165,18 @@ class _Ask:
             computes = refuse(f"there to check the others, not to be fast: only by name, executor={e.name!r}")
         formats: list[TokenFormat] = [f for f in d.formats if runtime.token_format in (None, f)] or list(d.formats)
         native: list[TokenFormat] = [f for f in formats if f in e.formats]
+        rounds = f"in rounds of at most {d.max_tokens} tokens a rank" if runtime.max_tokens_per_rank < asked else ""
         found: list[Candidate] = []
         for token_format in native or formats[:1]:
             adapted = token_format not in native
-            common = (d.name, e.name, token_format, adapted)
             if not carries or not computes:
                 name, lacks = (d.name, carries) if not carries else (e.name, computes)
-                found.append(Candidate(*common, refuse(f"{name}: {lacks.reason}"), runtime.max_tokens_per_rank))
-                continue
-            remarks = [
-                carries.reason,
-                f"in rounds of at most {d.max_tokens} tokens a rank" if runtime.max_tokens_per_rank < asked else "",
-                computes.reason,
-                f"adapter from {token_format}" if adapted else "",
-            ]
-            support = Support(True, "; ".join(r for r in remarks if r))
-            found.append(Candidate(*common, support, runtime.max_tokens_per_rank, *self._times(d, e, runtime, adapted)))
+                support, times = refuse(f"{name}: {lacks.reason}"), ()
+            else:
+                remarks = carries.reason, rounds, computes.reason, f"adapter from {token_format}" if adapted else ""
+                support, times = Support(True, "; ".join(filter(None, remarks))), self._times(d, e, runtime, adapted)
+            common = (d.name, e.name, token_format, adapted)
+            found.append(Candidate(*common, support, runtime.max_tokens_per_rank, *times))
         return found
 
     def _times(

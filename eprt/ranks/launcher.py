@@ -100,13 +100,7 @@ class WorldPool:
     """
 
     def __init__(
-        self,
-        size: int,
-        device: str = "cpu",
-        timeout_s: float = 60.0,
-        grace_s: float = 1.0,
-        *,
-        share_gpu: bool = False,
+        self, size: int, device: str = "cpu", timeout_s: float = 60.0, grace_s: float = 1.0, *, share_gpu: bool = False
     ) -> None:
         import torch
 

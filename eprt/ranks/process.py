@@ -185,10 +185,7 @@ def _work(context: RankContext, setup: RankSetup, name: str) -> None:
     setup.path("result").write_bytes(pickle.dumps(function(context, **kwargs)))
 
 
-def _settle(setup: RankSetup) -> None:
-    """Gives this process a session and a log, makes it die with its parent and dump its stacks on SIGUSR1."""
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the server
+def _die_with_parent() -> None:
     # multiprocessing gives each child the pipe end that keeps the fork server alive, so the server outlived a killed
     # parent as long as a rank hung. Without it: parent gone, server gone, SIGKILL here.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
@@ -197,6 +194,13 @@ def _settle(setup: RankSetup) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:
             os._exit(1)
+
+
+def _settle(setup: RankSetup) -> None:
+    """Gives this process a session and a log, makes it die with its parent and dump its stacks on SIGUSR1."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked in the server
+    _die_with_parent()
     # Under "forkserver", Python's own choice from 3.14 on, each semaphore (tqdm has one) has a name, and Python would
     # warn of it once this process is killed. It starts no process either way: a daemon may have no children.
     multiprocessing.set_start_method("fork", force=True)
@@ -204,10 +208,9 @@ def _settle(setup: RankSetup) -> None:
         log = setup.path("log").open("ab", buffering=0)
     except FileNotFoundError:  # the parent was interrupted, and has left, while this process was being started
         os._exit(1)
-    for stream in (1, 2):
+    for stream, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(log.fileno(), stream)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, open(stream, "w", buffering=1, closefd=False))  # noqa: SIM115 - lives as long as the process
     stacks = setup.path("stack").open("w")
     stacks.write(f"{threading.get_ident():016x}\n")
     stacks.flush()

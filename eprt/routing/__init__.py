@@ -213,14 +213,8 @@ class Router(nn.Module):
             if self.routing.method == "hash":
                 _check_table(hidden.shape[0], self.top_k, token_ids, self.token_table)
             return fused.topk(hidden, token_ids, padding)
-        chosen = route(
-            self.logits_by_torch(hidden),
-            self.routing,
-            self.top_k,
-            correction_bias=self.correction_bias,
-            token_ids=token_ids,
-            token_table=self.token_table,
-        )
+        given = {"correction_bias": self.correction_bias, "token_ids": token_ids, "token_table": self.token_table}
+        chosen = route(self.logits_by_torch(hidden), self.routing, self.top_k, **given)
         ids, weights = chosen.ids, chosen.weights
         if padding is not None:
             ids = ids.masked_fill(padding[: ids.shape[0], None], self.weight.shape[0])

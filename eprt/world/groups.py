@@ -156,18 +156,15 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: st
         store = bounded(lambda: _job_store(rank, size, timeout_s), timeout_s + 1.0)
     except (TimeoutError, dist.DistError) as error:
         where = f"the control store at {address}:{os.environ['MASTER_PORT']}"
-        if why := resolve(address)[1]:
-            message = f"{where}: MASTER_ADDR={shown(address)} resolves to nothing on this host ({why})"
-        elif hosts_store(rank) and int(os.environ["MASTER_PORT"]) not in _SERVED:
-            why = one_block(str(error).partition("\n")[0])
-            if "listen" in why:
-                message = f"{where} can't be served: {why}. Give each job a MASTER_PORT that no other process has"
-            else:  # it listens, and what it reaches there isn't itself
-                message = (
-                    f"{where} isn't rank 0's: {why}. Set MASTER_ADDR to an address of this host, which rank 0 is on"
-                )
-        else:
+        why = one_block(str(error).partition("\n")[0])
+        if unresolved := resolve(address)[1]:
+            message = f"{where}: MASTER_ADDR={shown(address)} resolves to nothing on this host ({unresolved})"
+        elif not hosts_store(rank) or int(os.environ["MASTER_PORT"]) in _SERVED:
             message = f"{where} didn't answer within {timeout_s:g} s: {host} serves it, and hasn't started or has ended"
+        elif "listen" in why:
+            message = f"{where} can't be served: {why}. Give each job a MASTER_PORT that no other process has"
+        else:  # it listens, and what it reaches there isn't itself
+            message = f"{where} isn't rank 0's: {why}. Set MASTER_ADDR to an address of this host, which rank 0 is on"
         raise RankLost(f"{message}. Restart the job.", -1, "store") from error
     claim_store(store, silent_s, host)
     met = meet(store, "world", rank, size, timeout_s, silent_s, host, layout)

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 
 from eprt.errors import InputError, RankLost, UsageError
@@ -96,12 +95,9 @@ class Lifecycle:
         hosts = [(member.host, member.boot) for member in guard.met.members.values()]
         fewest = min(hosts.count(host) for host in hosts)
         if fewest == len(hosts):
-            world._shared = open_exchange(world._ranks.index(world.rank), len(hosts), self._gather_joined)
+            rank = world._ranks.index(world.rank)  # among those that are left
+            world._shared = open_exchange(rank, len(hosts), lambda x: world.gather_control(x)[world._ranks])
         world.parallel = replace(world.parallel, ranks_per_host=None if fewest == len(hosts) else fewest)
-
-    def _gather_joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers x[n] of each rank that is left to [A, n]."""
-        return self._world.gather_control(x)[self._world._ranks]
 
     def groups(self) -> list[object]:
         """Returns all groups that this process may hold, torch's own among them."""

@@ -226,20 +226,8 @@ class _Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
-        if not self._theirs and len(self._unread) >= _HELLO.size:
-            self._theirs, rank = _HELLO.unpack(self._take(_HELLO.size))
-            if self._called is None:
-                self._peer = rank
-            self.transport.write(self._proof(self._called is not None))
-        if self._theirs and not self._trusted and len(self._unread) >= _MAC_BYTES:
-            proof = self._take(_MAC_BYTES)
-            if not hmac.compare_digest(proof, self._proof(self._called is None)):
-                self.refuse("it doesn't know this World's key")
-                return
-            self._trusted = True
-            if self._peer is None or not self._links.opened(self._peer, self):
-                self.refuse(f"rank {self._peer} is connected already, or is no peer")
-                return
+        if not self._trusted:
+            self._shake_hands()
         while self._trusted and not self.transport.is_closing() and len(self._unread) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._unread)
             if length > MAX_MESSAGE_BYTES:
@@ -254,6 +242,20 @@ class _Link(asyncio.Protocol):
                 return
             self._received += 1
             self._deliver(message)
+
+    def _shake_hands(self) -> None:
+        """Answers the other end's challenge, then looks at its proof, each once it has come."""
+        if not self._theirs and len(self._unread) >= _HELLO.size:
+            self._theirs, rank = _HELLO.unpack(self._take(_HELLO.size))
+            if self._called is None:
+                self._peer = rank
+            self.transport.write(self._proof(self._called is not None))
+        if self._theirs and len(self._unread) >= _MAC_BYTES:
+            self._trusted = hmac.compare_digest(self._take(_MAC_BYTES), self._proof(self._called is None))
+            if not self._trusted:
+                self.refuse("it doesn't know this World's key")
+            elif self._peer is None or not self._links.opened(self._peer, self):
+                self.refuse(f"rank {self._peer} is connected already, or is no peer")
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc

@@ -189,9 +189,8 @@ def record(raw: bytes) -> dict[str, Any] | None:
 def bounded(call: Callable[[], T], limit_s: float, check: Callable[[], None] = lambda: None) -> T:
     """Returns or raises what `call()` does in another thread. What `check()` raises meanwhile ends the wait.
 
-    Raises:
-        TimeoutError: nothing came back within `limit_s`. The thread stays behind, so this process can't end the
-            ordinary way: at exit it leaves at once, with code 75.
+    Raises TimeoutError where nothing came back within `limit_s`. The thread stays behind, so this process can't end the
+    ordinary way: at exit it leaves at once, with code 75.
     """
     outcome: Future[T] = Future()
 

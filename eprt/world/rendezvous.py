@@ -283,14 +283,7 @@ def await_late() -> None:
 
 
 def meet(
-    store: dist.Store,
-    label: str,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    silent_s: float,
-    host: str,
-    layout: str = "",
+    store: dist.Store, label: str, rank: int, size: int, timeout_s: float, silent_s: float, host: str, layout: str = ""
 ) -> Rendezvous:
     """Finds the other ranks in `store`. Collective.
 

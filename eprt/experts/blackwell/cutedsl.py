@@ -239,10 +239,8 @@ class ContiguousExperts(_Experts):
         if top_k not in self._wrappers:
             self._require_cold(f"compiling cutedsl_nvfp4's kernels for top-k {top_k}")
             activation, down, shard = self._activation, self._codes[1], self._shard
-            swiglu: dict[str, float] = {}
-            if not activation.plain:
-                swiglu = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
-                swiglu |= {} if activation.limit is None else {"swiglu_limit": activation.limit}
+            swiglu = {"swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
+            swiglu |= {} if activation.limit is None else {"swiglu_limit": activation.limit}
             self._wrappers[top_k] = self._kernels.moe_wrapper(
                 num_experts=shard.num_experts,
                 top_k=top_k,
@@ -257,7 +255,7 @@ class ContiguousExperts(_Experts):
                 # The fused finalize adds with atomics, in no fixed order.
                 use_fused_finalize=not self._deterministic,
                 quant_mode="w4a16" if self._multiplier is None else "w4a4",
-                **swiglu,
+                **({} if activation.plain else swiglu),
             )
         return self._wrappers[top_k]
 

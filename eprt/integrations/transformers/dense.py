@@ -17,6 +17,13 @@ from eprt.world.wire import gather_values
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEAD = 16  # numbers whose order counts, too
+_NOT_SAVED = (
+    "state_dict or save_pretrained of a parallelized model would leave out experts, which are on other ranks and no "
+    "parameters: save it before parallelize, or copy the checkpoint that it came from"
+)
+_NOT_LOADED = (
+    "load_state_dict into a parallelized model would leave its experts as they are: load it before parallelize"
+)
 
 
 def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
@@ -54,10 +61,7 @@ def require_plain(tensors: Mapping[str, torch.Tensor]) -> None:
 def require_same_weights(model: nn.Module, world: World, outside: tuple[str, ...]) -> None:
     """Compares a hash of every weight outside of `outside` (prefixes of names) between ranks. Collective.
 
-    Weights that are sharded over ranks are left out.
-
-    Raises:
-        WorldMismatch: ranks hold other weights; names the first that differs, the same on every rank.
+    Weights that are sharded over ranks are left out. Raises WorldMismatch, which names the first that differs.
     """
     found = {
         name: parameter.detach()
@@ -107,32 +111,27 @@ def keep_in_place(model: Any, device: torch.device, dtype: torch.dtype) -> None:
 
     model.__dict__["_apply"] = apply_nowhere_else
     for name in ("save_pretrained", "push_to_hub"):  # the latter would make an empty repository first
-        model.__dict__[name] = _refuse_to_save
+        model.__dict__[name] = refusing(_NOT_SAVED)
     model.__dict__["__reduce_ex__"] = refuse_to_copy  # pickle meets the class that `load_without_experts` made first
 
 
-def keep_out_of_state(block: nn.Module) -> None:
-    """Lets `state_dict` and `load_state_dict` of every module around `block` raise UsageError."""
-    block.register_state_dict_pre_hook(_refuse_to_save)
-    block.register_load_state_dict_pre_hook(_refuse_to_load)
+def keep_out_of_state(block: nn.Module, not_saved: str = _NOT_SAVED, not_loaded: str = _NOT_LOADED) -> None:
+    """Lets `state_dict` and `load_state_dict` of every module around `block` raise UsageError, with these texts."""
+    block.register_state_dict_pre_hook(refusing(not_saved))
+    block.register_load_state_dict_pre_hook(refusing(not_loaded))
 
 
-def refuse_to_copy(*_: Any) -> NoReturn:
-    """Takes the place of `__reduce_ex__`. Raises UsageError."""
-    raise UsageError(
-        "a parallelized model can't be pickled or deep-copied: its experts are on several ranks; copy it before "
-        "parallelize, or load it once more"
-    )
+def refusing(text: str) -> Callable[..., NoReturn]:
+    """Returns a function of any arguments that raises UsageError."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UsageError(text)
+
+    return refuse
 
 
-def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
-    raise UsageError(
-        "state_dict or save_pretrained of a parallelized model would leave out experts, which are on other ranks and "
-        "no parameters: save it before parallelize, or copy the checkpoint that it came from"
-    )
-
-
-def _refuse_to_load(*_: Any, **__: Any) -> NoReturn:
-    raise UsageError(
-        "load_state_dict into a parallelized model would leave its experts as they are: load it before parallelize"
-    )
+# Takes the place of `__reduce_ex__`.
+refuse_to_copy = refusing(
+    "a parallelized model can't be pickled or deep-copied: its experts are on several ranks; copy it before "
+    "parallelize, or load it once more"
+)

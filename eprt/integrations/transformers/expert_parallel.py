@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from eprt.config import RuntimeConfig
-from eprt.errors import UnsupportedError, UsageError
+from eprt.errors import UnsupportedError
 from eprt.integrations.transformers.agreement import Place
+from eprt.integrations.transformers.dense import keep_out_of_state
 from eprt.integrations.transformers.experts import activation_of, canonical, config_of, parameter_names, top_k_of
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
@@ -127,18 +128,10 @@ def _drop_weights(experts: Any) -> None:
             state._fsdp_param_group = None
     for name in list(experts._parameters):
         experts._parameters[name] = None
-
-    def no_state_dict(*_: Any) -> None:
-        raise UsageError(
-            "state_dict (or save_pretrained) of a model whose experts eprt runs: they are no parameters any more; save "
-            "it before its first batch, or copy the checkpoint that it came from"
-        )
-
-    def no_load(*_: Any) -> None:
-        raise UsageError(
-            "load_state_dict into a model whose experts eprt runs would leave them as they are: load it before its "
-            "first batch, or bring the experts by load_experts of its expert_layers"
-        )
-
-    experts.register_state_dict_pre_hook(no_state_dict)
-    experts.register_load_state_dict_pre_hook(no_load)
+    keep_out_of_state(
+        experts,
+        "state_dict (or save_pretrained) of a model whose experts eprt runs: they are no parameters any more; save it "
+        "before its first batch, or copy the checkpoint that it came from",
+        "load_state_dict into a model whose experts eprt runs would leave them as they are: load it before its first "
+        "batch, or bring the experts by load_experts of its expert_layers",
+    )

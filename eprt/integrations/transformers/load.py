@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from eprt.errors import CheckpointError, ConfigError, UsageError, one_block
+from eprt.errors import CheckpointError, ConfigError, one_block
+from eprt.integrations.transformers.dense import refusing
 from eprt.integrations.transformers.experts import leave_out, refuse_to_run
 from eprt.json_files import shown
 from eprt.kinds import require_kinds
@@ -99,15 +100,9 @@ def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
     members: dict[str, Any] = {"__init__": init, "__module__": base.__module__}
-    members |= dict.fromkeys(("save_pretrained", "push_to_hub"), _refuse_to_save)
+    why = "save_pretrained of a model that was loaded without its experts would write none: copy its checkpoint"
+    members |= dict.fromkeys(("save_pretrained", "push_to_hub"), refusing(why))
     return type(base.__name__, (base,), members)
-
-
-def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
-    raise UsageError(
-        "save_pretrained of a model that was loaded without its experts would write none: copy the checkpoint that it "
-        "came from"
-    )
 
 
 def _hold_places(model: Any, paths: list[str], directory: Path) -> list[str]:

@@ -102,7 +102,7 @@ def parallelize(
         layers = spread(model, world, runtime, checkpoint, placed, on_layer)
         agreement_of(model).known = True
         return layers
-    with load_on_all_ranks(world, lambda: _source(model, config, checkpoint)) as source:
+    with load_on_all_ranks(world, lambda: _source(model, _unpacked(config), checkpoint)) as source:
         family = family_for(config)
         numbers = family.moe_layers(config)
         require_same_weights(model, world, tuple(f"{family.module_path(number)}." for number in numbers))
@@ -217,27 +217,22 @@ def _refuse_router_logits(model: nn.Module, agreement: ForwardAgreement) -> None
 
 
 def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | None) -> Checkpoint:
-    """Opens what the experts come from. Raises CheckpointError, ConfigError, UsageError."""
+    """Opens what the experts come from; `config` is unpacked. Raises CheckpointError, ConfigError, UsageError."""
     family = family_for(config)
     _check_model(model)
-    numbers = family.moe_layers(config)
-    paths = [family.module_path(number) for number in numbers]
-    if not paths:
+    numbers = {family.module_path(number): number for number in family.moe_layers(config)}
+    if not numbers:
         raise ConfigError(f"the {config.get('model_type')} model has no MoE layers")
-    blocks = [block_at(model, path) for path in paths]
-    _require_loaded(model, paths, blocks, checkpoint)
-    plain = _unpacked(config)
-    for number, path, block in zip(numbers, paths, blocks, strict=True):
-        _require_as_configured(block, path, family.text_config(plain), family.moe_config(plain, number).top_k)
-    left_out = [name for block in blocks if isinstance(block, Placeholder) for name in block.names]
-    held = [name for path, block in zip(paths, blocks, strict=True) for name in names_inside(path, block)]
-    require_none_inside(model, held, left_out)
-    lean = [block.checkpoint for block in blocks if isinstance(block, Placeholder)]
-    place = checkpoint if checkpoint is not None or not lean else lean[0]
+    blocks = {path: block_at(model, path) for path in numbers}
+    _require_loaded(model, blocks, checkpoint)
+    for path, block in blocks.items():
+        _require_as_configured(block, path, family.text_config(config), family.moe_config(config, numbers[path]).top_k)
+    lean = [block for block in blocks.values() if isinstance(block, Placeholder)]
+    held = [name for path, block in blocks.items() for name in names_inside(path, block)]
+    require_none_inside(model, held, [name for block in lean for name in block.names])
+    place = checkpoint if checkpoint is not None or not lean else lean[0].checkpoint
     if place is None:
-        require_plain(
-            {f"{path}.{n}": p for path, b in zip(paths, blocks, strict=True) for n, p in b.named_parameters()}
-        )
+        require_plain({f"{path}.{name}": p for path, block in blocks.items() for name, p in block.named_parameters()})
         return _ModelTensors(model, _dtype_of(model))
     source = Checkpoint(find_checkpoint(place))
     try:
@@ -248,10 +243,10 @@ def _source(model: nn.Module, config: dict[str, Any], checkpoint: str | Path | N
     return source
 
 
-def _require_loaded(model: nn.Module, paths: list[str], blocks: list[nn.Module], checkpoint: str | Path | None) -> None:
+def _require_loaded(model: nn.Module, blocks: dict[str, nn.Module], checkpoint: str | Path | None) -> None:
     """Raises ConfigError if weights that are needed are on meta."""
-    require_loaded(model, tuple(f"{path}." for path in paths))
-    if checkpoint is None and any(p.is_meta for block in blocks for p in block.parameters()):
+    require_loaded(model, tuple(f"{path}." for path in blocks))
+    if checkpoint is None and any(p.is_meta for block in blocks.values() for p in block.parameters()):
         raise ConfigError("the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)")
 
 
@@ -277,7 +272,7 @@ def _require_same_model(source: Checkpoint, config: dict[str, Any], family: Mode
     if len({SAME_MODEL.get(kind, kind) for kind in (found, expected)}) > 1:
         raise ConfigError(f"{source.directory} is a checkpoint of {found}, the model is of {expected}: give its own")
     theirs = family_for(source.config)
-    run = _facts(family, _unpacked(config))
+    run = _facts(family, config)
     read = _facts(theirs, source.config)
     differing = [name for name in {**run, **read} if read.get(name, "-") != run.get(name, "-")]
     if differing:

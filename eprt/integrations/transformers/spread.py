@@ -326,9 +326,8 @@ class CheckpointSource(_Source):
         source, L = self.checkpoint, shard.num_local_experts
         info = source.manifest[key]
         if numbered := _EXPERT.search(key):
-            group, expert = divmod(
-                int(numbered.group()), total
-            )  # ERNIE 4.5 VL numbers the images' experts after the texts'
+            # ERNIE 4.5 VL numbers the images' experts after the texts'.
+            group, expert = divmod(int(numbered.group()), total)
             for slot in (slot for slot, held in enumerate(shard.experts) if held == expert):
                 yield f"{key[: numbered.start()]}{group * L + slot}{key[numbered.end() :]}", source.read(key)
         elif info.shape[:1] in ((E,), (total,)):
