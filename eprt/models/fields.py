@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -249,7 +249,7 @@ _CODES = Field("codes", ("weight",), _BYTES, cols=2, accept=lambda codes, where:
 _FP8_DATA = Field("data", ("weight",), _E4M3)
 _INPUT_SCALE = Field("input_scale", ("input_scale",), _F32, rows=0, accept=activation_scale, optional=True)
 _FLOAT_FACTOR = _as_float32(E4M3_FACTOR)
-# `weight_scale_inv` (DeepSeek-V3) and `scale` (DeepSeek-V4) are factors, whatever the first one's name says.
+_OF_BLOCKS = ("weight_scale_inv", "scale", "weight_scale")  # DeepSeek-V3's, V4's, ModelOpt's: factors, all of them
 FORMATS: dict[WeightFormat, Stored] = {
     "bf16": Stored(Dense, (Field("data", ("weight",), (torch.bfloat16,)),)),
     "f32": Stored(Dense, (Field("data", ("weight",), _F32),)),
@@ -271,7 +271,10 @@ FORMATS: dict[WeightFormat, Stored] = {
     ),
     "fp8_block": Stored(
         Fp8Block,
-        (_FP8_DATA, Field("scale", ("weight_scale_inv", "scale"), _BLOCK_SCALES, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
+        (_FP8_DATA, Field("scale", _OF_BLOCKS, _BLOCK_SCALES, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
+    ),
+    "fp8_channel": Stored(
+        Fp8Channel, (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, cols=WHOLE_ROW, accept=_one_a_row))
     ),
     "mxfp8": Stored(Mxfp8, (_FP8_DATA, Field("scales", ("weight_scale",), _E8M0, cols=MX_BLOCK, accept=E4M3_BYTES))),
 }
@@ -309,15 +312,8 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
             Field("input_scale", ("input_scale",), _FLOATS, 0, 1, _as_float32(activation_scale), optional=True),
         ),
     ),
-    "fp8_channel": Stored(
-        Fp8Channel,
-        (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, cols=WHOLE_ROW, accept=_one_a_row)),
-        (_STATIC_INPUT,),
-    ),
-    "fp8_block": Stored(
-        Fp8Block,
-        (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
-    ),
+    "fp8_channel": replace(FORMATS["fp8_channel"], claims=(_STATIC_INPUT,)),
+    "fp8_block": FORMATS["fp8_block"],
     "mxfp4": Stored(
         Mxfp4,
         (

@@ -122,11 +122,17 @@ def test_a_shared_expert_has_the_models_dtype(tmp_path, dtype):
     assert {tensor.dtype for tensor in vars(shared).values()} == {getattr(torch, dtype)}
 
 
+FUSED = ("gate_up", "down")
+
+
 class TestQuantizationConfig:
     @pytest.mark.parametrize(
         ("format", "layers"),
         [
             ("nvfp4", {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "FP8"}}),
+            ("nvfp4", {"model.layers.1.mlp": {"quant_algo": "NVFP4"}, "model.layers.1": {"quant_algo": "FP8"}}),
+            ("nvfp4", {f"model.layers.1.mlp.experts.{matrix}_proj": {"quant_algo": "NVFP4"} for matrix in FUSED}),
+            ("fp8_block", {"model.layers.1.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128}}),
             (
                 "fp8_tensor",
                 {
@@ -136,7 +142,7 @@ class TestQuantizationConfig:
                 },
             ),
         ],
-        ids=["by module", "by linear"],
+        ids=["by module", "by a module around it", "by fused matrices", "by blocks", "by linear"],
     )
     def test_mixed_precision(self, tmp_path, format, layers):
         quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
