@@ -122,6 +122,28 @@ def test_a_shared_expert_has_the_models_dtype(tmp_path, dtype):
     assert {tensor.dtype for tensor in vars(shared).values()} == {getattr(torch, dtype)}
 
 
+@pytest.mark.parametrize(
+    ("files", "config", "expected"),
+    [
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.float32, None, torch.float32),
+    ],
+)
+def test_experts_get_the_configs_dtype_and_without_one_that_of_the_files(tmp_path, files, config, expected):
+    *_, layer, folders = saved("qwen3_moe")
+    tensors = {name: (t * 1.001).to(files) for name, t in load_file(folders["original"] / SINGLE).items()}
+    folder = edit(folders["original"], tmp_path, tensors, {"dtype": config})
+    down = [tensors[DOWN["qwen3_moe"].replace(".2.", f".{expert}.") + ".weight"] for expert in range(8)]
+    equal(load_layer(folder, layer).experts.down.data, torch.stack(down).to(expected))
+
+
+def test_float32_numbers_that_bf16_does_not_hold_are_refused(tmp_path):
+    name = f"{DOWN['qwen3_moe']}.weight"
+    largest = {name: torch.full((64, 96), torch.finfo(torch.float32).max)}
+    assert refuses(f"'{name}', as torch.bfloat16, holds inf", tmp_path, "qwen3_moe", largest) is CheckpointError
+
+
 FUSED = ("gate_up", "down")
 
 
