@@ -56,7 +56,8 @@ class Checkpoint:
 
     Attributes:
         config: config.json as a dict; where only hf_quant_config.json describes the quantisation (older ModelOpt
-            exports), it is added as `quantization_config`.
+            exports), it is added as `quantization_config`, and float32 as `dtype` where it names none and the files
+            hold nothing else.
         manifest: name -> TensorInfo of every tensor.
         bytes_read: bytes of tensor data copied out so far.
         touched: names of the tensors that were read.
@@ -79,6 +80,8 @@ class Checkpoint:
         except CheckpointError:
             self.close()
             raise
+        if not _names_dtype(self.config) and {info.dtype for info in self.manifest.values()} == {"F32"}:
+            self.config["dtype"] = "float32"
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -212,6 +215,12 @@ class Checkpoint:
         if not file.endswith(".safetensors"):
             raise CheckpointError(f"{self.directory / file}: expected a .safetensors file")
         return Shard(path, self.directory / file)
+
+
+def _names_dtype(config: HfConfig) -> bool:
+    nested = config.get("text_config")
+    sections = [config, nested] if isinstance(nested, dict) else [config]
+    return any(section.get(name) for section in sections for name in ("dtype", "torch_dtype"))
 
 
 def _is_scale(name: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -16,6 +16,7 @@ import torch
 from eprt.config import WeightFormat
 from eprt.errors import CheckpointError
 from eprt.models.schemes import Scheme
+from eprt.models.shards import require_finite
 from eprt.quant.elements import (
     AWQ_ORDER,
     E2M1_MAX,
@@ -32,6 +33,7 @@ from eprt.weights import (
     INT4_ZERO,
     MX_BLOCK,
     NVFP4_BLOCK,
+    PLAIN,
     Dense,
     Fp8Block,
     Fp8Channel,
@@ -174,6 +176,19 @@ E4M3_BYTES = partial(e8m0_scale, largest=E4M3_MAX)
 # ---- values of the other fields ----------------------------------------------------------------------------------
 
 
+def _in_dtype(dtype: torch.dtype) -> Accept:
+    """Returns a check that brings plain numbers to the config's dtype, as transformers does where files have another.
+    It raises CheckpointError for those that the dtype doesn't hold."""
+
+    def accept(values: torch.Tensor, where: str) -> torch.Tensor:
+        if values.dtype == dtype:
+            return values
+        require_finite(found := values.to(dtype), f"{where}, as {dtype},")
+        return found
+
+    return accept
+
+
 def _zeros_of_rows(words: torch.Tensor, where: str, order: tuple[int, ...], offset: int) -> torch.Tensor:
     """Returns zero points u8 [rows, groups] of int32 [rows/8, groups]. Raises CheckpointError for one above 15."""
     zeros = rows_of_words(words, order) + offset
@@ -249,10 +264,10 @@ _CODES = Field("codes", ("weight",), _BYTES, cols=2, accept=lambda codes, where:
 _FP8_DATA = Field("data", ("weight",), _E4M3)
 _INPUT_SCALE = Field("input_scale", ("input_scale",), _F32, rows=0, accept=activation_scale, optional=True)
 _FLOAT_FACTOR = _as_float32(E4M3_FACTOR)
-# `weight_scale_inv` (DeepSeek-V3) and `scale` (DeepSeek-V4) are factors, whatever the first one's name says.
+_OF_BLOCKS = ("weight_scale_inv", "scale", "weight_scale")  # DeepSeek-V3's, V4's, ModelOpt's: factors, all of them
 FORMATS: dict[WeightFormat, Stored] = {
-    "bf16": Stored(Dense, (Field("data", ("weight",), (torch.bfloat16,)),)),
-    "f32": Stored(Dense, (Field("data", ("weight",), _F32),)),
+    "bf16": Stored(Dense, (Field("data", ("weight",), PLAIN, accept=_in_dtype(torch.bfloat16)),)),
+    "f32": Stored(Dense, (Field("data", ("weight",), PLAIN, accept=_in_dtype(torch.float32)),)),
     "mxfp4": Stored(
         Mxfp4,
         (_CODES, Field("scales", ("scale", "weight_scale_inv"), (*_E8M0, *_F32), cols=MX_BLOCK, accept=E2M1_BYTES)),
@@ -271,7 +286,10 @@ FORMATS: dict[WeightFormat, Stored] = {
     ),
     "fp8_block": Stored(
         Fp8Block,
-        (_FP8_DATA, Field("scale", ("weight_scale_inv", "scale"), _BLOCK_SCALES, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
+        (_FP8_DATA, Field("scale", _OF_BLOCKS, _BLOCK_SCALES, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
+    ),
+    "fp8_channel": Stored(
+        Fp8Channel, (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, cols=WHOLE_ROW, accept=_one_a_row))
     ),
     "mxfp8": Stored(Mxfp8, (_FP8_DATA, Field("scales", ("weight_scale",), _E8M0, cols=MX_BLOCK, accept=E4M3_BYTES))),
 }
@@ -309,15 +327,8 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
             Field("input_scale", ("input_scale",), _FLOATS, 0, 1, _as_float32(activation_scale), optional=True),
         ),
     ),
-    "fp8_channel": Stored(
-        Fp8Channel,
-        (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, cols=WHOLE_ROW, accept=_one_a_row)),
-        (_STATIC_INPUT,),
-    ),
-    "fp8_block": Stored(
-        Fp8Block,
-        (_FP8_DATA, Field("scale", ("weight_scale",), _FLOATS, FP8_BLOCK, FP8_BLOCK, _FLOAT_FACTOR)),
-    ),
+    "fp8_channel": replace(FORMATS["fp8_channel"], claims=(_STATIC_INPUT,)),
+    "fp8_block": FORMATS["fp8_block"],
     "mxfp4": Stored(
         Mxfp4,
         (

@@ -250,8 +250,14 @@ class MatrixReader:
         if place.group:
             grouped = _entries(extent.cols, width, field.cols * place.group, where)
             index, shape = (index[0], grouped), (shape[0], shape[1] // place.group, place.group)
+        dims = len(self.checkpoint.manifest[name].shape)
         if place.expert is not None:
             index, shape = (place.expert, *index), (self.num_experts, *shape)
+        # ModelOpt's scales are [rows], or [rows, 1, columns, 1] of blocks.
+        elif dims == 1 and field.cols == WHOLE_ROW and not field.transposed:
+            index, shape = index[:1], shape[:1]
+        elif dims == 4 and field.rows == field.cols == FP8_BLOCK:
+            index, shape = (index[0], 0, index[1], 0), (shape[0], 1, shape[1], 1)
         self.checkpoint.require(name, shape=shape, dtypes=field.dtypes)
         return place, index
 
@@ -259,7 +265,7 @@ class MatrixReader:
         where, values = self.checkpoint.where(place.name), self.checkpoint.read(place.name, index)
         if field.rows == 0:
             return field.accept(values.reshape(()), where)
-        values = values.mT if place.transposed or field.transposed else values.flatten(1)
+        values = values.mT if place.transposed or field.transposed else values.reshape(len(values), -1)
         return field.accept(split_alternating(values) if place.alternating else values, where)
 
 
@@ -363,5 +369,10 @@ def _format_of(checkpoint: Checkpoint, module: str) -> WeightFormat:
     if dtype == "F8_E4M3" and present & {"weight_scale_inv", "scale"}:
         return "fp8_block"
     if dtype == "F8_E4M3" and "weight_scale" in present:
-        return "mxfp8" if checkpoint.manifest[f"{module}.weight_scale"].dtype in ("U8", "F8_E8M0") else "fp8_tensor"
+        scale, rows = checkpoint.manifest[f"{module}.weight_scale"], checkpoint.manifest[name].shape[:1]
+        if scale.dtype in ("U8", "F8_E8M0"):
+            return "mxfp8"
+        if prod(scale.shape) == 1:
+            return "fp8_tensor"
+        return "fp8_channel" if scale.shape in (rows, (*rows, 1)) else "fp8_block"
     raise CheckpointError(f"{checkpoint.where(name)} has dtype {dtype} and scales {sorted(present) or 'none'}: unknown")

@@ -22,7 +22,7 @@ from eprt.json_files import shown
 from eprt.models.hf_config import HfConfig, boolean, choice, expect, integer, listed, model_dtype, section, where
 from eprt.models.patterns import EXPRESSION, Modules, first_match, left_out, require_few
 from eprt.quant.elements import COLUMNS_AS_THEY_ARE, COLUMNS_SORTED
-from eprt.weights import INT4_GROUPS, MX_BLOCK, NVFP4_BLOCK
+from eprt.weights import FP8_BLOCK, INT4_GROUPS, MX_BLOCK, NVFP4_BLOCK
 
 MOST_MATCHES = 20_000  # regular expressions times experts, of one layer
 _EVERY = "Linear"
@@ -32,8 +32,12 @@ _MODELOPT_FORMATS: dict[str, WeightFormat] = {
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4",
     "FP8": "fp8_tensor",
+    "FP8_PB_WO": "fp8_block",
+    "FP8_BLOCK_SCALES": "fp8_block",  # TensorRT-LLM's name for it
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
     "MXFP8": "mxfp8",
 }
+_FUSED = ("gate_up_proj", "up_proj", "down_proj")  # all experts' matrices, as transformers' modules hold them
 
 
 @dataclass(frozen=True)
@@ -137,15 +141,28 @@ def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Sc
             return plain
         if not mixed:
             return _modelopt_scheme(quant)
-        named = [name for name in names if isinstance(layers.get(name), dict)]
-        return _modelopt_scheme(section(layers, named[0])) if named else plain
+        found = {key: _modelopt_scheme(section(layers, key)) for key in _mixed_keys(layers, names)}
+        _require_one(hf, found)
+        return next(iter(found.values()), plain)
 
     return _one_scheme(hf, scheme, modules)
 
 
+def _mixed_keys(layers: dict[str, Any], names: Modules) -> list[str]:
+    """Returns the keys of ModelOpt's `quantized_layers` that say how a module is stored: its own name, else those of
+    the experts' fused matrices, else the nearest module's around it."""
+    near = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
+    fused = {f"{name}.{matrix}" for name in names if name.endswith(".experts") for matrix in _FUSED}
+    found = sorted(layers.keys() & (near | fused))
+    return [key for key in found if key.count(".") == max(key.count(".") for key in found)]
+
+
 def _modelopt_scheme(settings: dict[str, Any]) -> Scheme:
     settings = _spelled(settings, "quant_algo", str.upper)
-    return Scheme(_MODELOPT_FORMATS[choice(settings, "quant_algo", _MODELOPT_FORMATS)])
+    format = _MODELOPT_FORMATS[choice(settings, "quant_algo", _MODELOPT_FORMATS)]
+    if format == "fp8_block":
+        expect(settings, "group_size", FP8_BLOCK)
+    return Scheme(format)
 
 
 # ---- compressed-tensors ---------------------------------------------------------------------------------------------

@@ -134,7 +134,12 @@ class Shard:
         size = os.fstat(self._file.fileno()).st_size
         if size < 8:
             raise CheckpointError(f"{self.path}: {_INCOMPLETE}: it has {size} bytes")
-        length = int.from_bytes(self._bytes_at(0, 8), "little")
+        start = bytes(self._bytes_at(0, 8))
+        if start == b"version ":  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+            raise CheckpointError(
+                f"{self.path}: a Git LFS pointer: `git lfs pull` in its folder brings the file itself"
+            )
+        length = int.from_bytes(start, "little")
         if length > size - 8:
             raise CheckpointError(f"{self.path}: {_INCOMPLETE}: a header of {length} bytes in a file of {size}")
         if length > MAX_HEADER_BYTES:

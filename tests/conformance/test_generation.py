@@ -92,6 +92,15 @@ def test_the_registered_implementation_begins_with_an_idle_rank(pools) -> None:
         torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_ranks_that_call_two_models_of_the_registered_implementation_at_once_are_told(pools) -> None:
+    """Their layers were built at the first call, and numbered then: each rank's was the first."""
+    _require_registry("mixtral")
+    ids = torch.tensor([[5, 17, 33, 8]])
+    for found in pools(2).run(jobs.crossed_models, folder=saved("mixtral"), ids=ids, fsdp_size=2):
+        assert "WorldMismatch" in found
+        assert "layer" in found
+
+
 def test_a_tensor_parallel_group_shares_its_batch(pools) -> None:
     """Two groups of two ranks; each rank sends its slice of what its group holds. The second group has no prompt."""
     name = "qwen3_moe"

@@ -148,11 +148,12 @@ def placed(tmp_path: Path) -> dict[str, Any]:
     [
         (1, 1, False, "on this rank alone"),
         (1, 2, False, "on one of 2 ranks whose outputs are summed"),
+        (2, 1, False, "on one of 2 ranks whose outputs are summed"),  # each has half of every expert
         (2, 1, True, "over 2 ranks"),
         (1, 2, True, "over 2 ranks (attention TP 2)"),  # they hold the same tokens, and eprt splits them
         (2, 2, True, "over 4 ranks"),  # vLLM splits the tokens of TP ranks itself
     ],
-    ids=["one", "tp2-without-ep", "dp2", "tp2", "dp2-tp2-sequence-parallel-placed"],
+    ids=["one", "tp2-without-ep", "dp2-without-ep", "dp2", "tp2", "dp2-tp2-sequence-parallel-placed"],
 )
 def test_tokens_are_those_of_one_process(
     dp: int, tp: int, ep: bool, ranks: str, qwen3: Path, alone: list[list[int]], placed: dict[str, Any], tmp_path: Path

@@ -6,6 +6,9 @@ import os
 import signal
 from typing import Any
 
+import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
 
 class Trainer:
     """Mixed into vLLM's worker."""
@@ -51,3 +54,25 @@ class Trainer:
             return inner(*args)
 
         setattr(owner, name, dies)
+
+
+def gathered(communicator: Any, tensors: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
+    """What a GPU's communicator gathers of ranks with unequal numbers of rows; vLLM's CPU build lacks it."""
+    found = []
+    for tensor in tensors:
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=communicator.device_group)
+        found.append(torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]))
+    return found
+
+
+def scattered(communicator: Any, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+    """This rank's rows of the ranks' sum, as a GPU's communicator has them."""
+    total = tensor.clone()
+    torch.distributed.all_reduce(total, group=communicator.device_group)
+    return total.split(sizes)[communicator.rank_in_group]
+
+
+CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gathered, scattered

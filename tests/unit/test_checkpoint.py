@@ -200,6 +200,7 @@ REFUSED = [  # what breaks the folder, what the error says
     (_resize(B, -1), B, INCOMPLETE),
     (_resize(B, 1), B, INCOMPLETE),
     *((_text(A, content), A, INCOMPLETE) for content in (b"", PICKLE, b"PK\x03\x04" * 50, b"<html>" * 50)),
+    (_text(A, b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"), A, "Git LFS", "git lfs pull"),
     (_text(A, (1 << 60).to_bytes(8, "little") + b"{}"), A, INCOMPLETE),  # a header larger than the file
     (_text(A, LONG_DTYPE), A, INCOMPLETE, "invalid JSON"),
     *((_pickles_only(f), f, "a pickle", "convert it to") for f in ("pytorch_model.bin", "model.pt", "model.pth")),

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from eprt.cli.arguments import Simulation
 from eprt.cli.parsing import COMMANDS, parse
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
+from eprt.models.checkpoint import CONFIG
 from eprt.ranks.launcher import WorldFailed, launch
 
 
@@ -61,6 +63,23 @@ def test_run_json_is_one_object_that_adds_up(tiny: Path, words: tuple[str, ...],
     for kind in ("copies", "bytes"):
         assert sum(rank[f"{kind}_sent"] for rank in ranks) == sum(rank[f"{kind}_received"] for rank in ranks) > 0
     assert all(rank["seconds"]["dispatch"] > 0 for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("executor", "tolerance", "why"),
+    [("torch_grouped", 1e-2, "experts in mxfp4 are computed in bf16; "), ("reference", 1e-5, "float32 on both sides")],
+)
+def test_packed_experts_of_a_float32_model_are_held_to_what_computes_them(
+    tiny, tmp_path, executor, tolerance, why, capsys
+):
+    folder = shutil.copytree(tiny, tmp_path / "float32")
+    settings = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(settings | {"dtype": "float32"}))
+    words = ("--world", "2", "--steps", "2", "--executor", executor, "--device", "cpu", "--json")
+    assert main(["run", "--model", str(folder), *words]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["tolerance"] == tolerance
+    assert result["tolerance_because"].startswith(why)
 
 
 def test_what_libraries_print_is_not_part_of_the_result() -> None:

@@ -213,6 +213,7 @@ def linears(**weights: object) -> dict[str, object]:
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported: expected gemm"),
         (AWQ | {"bits": "4"}, "bits is '4': expected an integer"),
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "group_size": 64}, "group_size 64 is not supported"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ' is not supported"),
         ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, "quant_algo"),
         ({"quant_method": "modelopt", "ignore": "lm_head"}, "ignore is 'lm_head': expected a list"),
@@ -254,6 +255,17 @@ def test_settings_that_eprt_has_no_numbers_for_are_refused(tmp_path, quant, text
                 },
             },
             "experts.0.* nvfp4, .*experts.2.* fp8_tensor",
+        ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    f"{PREFIX}.down_proj": {"quant_algo": "FP8"},
+                    f"{PREFIX}.gate_up_proj": {"quant_algo": "NVFP4"},
+                },
+            },
+            "experts.down_proj fp8_tensor, .*experts.gate_up_proj nvfp4",
         ),
     ],
 )  # fmt: skip

@@ -122,11 +122,39 @@ def test_a_shared_expert_has_the_models_dtype(tmp_path, dtype):
     assert {tensor.dtype for tensor in vars(shared).values()} == {getattr(torch, dtype)}
 
 
+@pytest.mark.parametrize(
+    ("files", "config", "expected"),
+    [
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.float32, None, torch.float32),
+    ],
+)
+def test_experts_get_the_configs_dtype_and_without_one_that_of_the_files(tmp_path, files, config, expected):
+    *_, layer, folders = saved("qwen3_moe")
+    tensors = {name: (t * 1.001).to(files) for name, t in load_file(folders["original"] / SINGLE).items()}
+    folder = edit(folders["original"], tmp_path, tensors, {"dtype": config})
+    down = [tensors[DOWN["qwen3_moe"].replace(".2.", f".{expert}.") + ".weight"] for expert in range(8)]
+    equal(load_layer(folder, layer).experts.down.data, torch.stack(down).to(expected))
+
+
+def test_float32_numbers_that_bf16_does_not_hold_are_refused(tmp_path):
+    name = f"{DOWN['qwen3_moe']}.weight"
+    largest = {name: torch.full((64, 96), torch.finfo(torch.float32).max)}
+    assert refuses(f"'{name}', as torch.bfloat16, holds inf", tmp_path, "qwen3_moe", largest) is CheckpointError
+
+
+FUSED = ("gate_up", "down")
+
+
 class TestQuantizationConfig:
     @pytest.mark.parametrize(
         ("format", "layers"),
         [
             ("nvfp4", {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}, "lm_head": {"quant_algo": "FP8"}}),
+            ("nvfp4", {"model.layers.1.mlp": {"quant_algo": "NVFP4"}, "model.layers.1": {"quant_algo": "FP8"}}),
+            ("nvfp4", {f"model.layers.1.mlp.experts.{matrix}_proj": {"quant_algo": "NVFP4"} for matrix in FUSED}),
+            ("fp8_block", {"model.layers.1.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128}}),
             (
                 "fp8_tensor",
                 {
@@ -136,7 +164,7 @@ class TestQuantizationConfig:
                 },
             ),
         ],
-        ids=["by module", "by linear"],
+        ids=["by module", "by a module around it", "by fused matrices", "by blocks", "by linear"],
     )
     def test_mixed_precision(self, tmp_path, format, layers):
         quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}

@@ -118,12 +118,15 @@ def test_block_structure_as_text(said):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_mxfp4_of_compressed_tensors(tmp_path, rank):
-    """As Kimi-K3's experts are published, and a shared expert with them."""
+@pytest.mark.parametrize(
+    ("packer", "format"), [("mxfp4_packed", "mxfp4"), ("fp8_pb_wo", "fp8_block"), ("fp8_pc_pt", "fp8_channel")]
+)
+def test_experts_and_a_shared_one(tmp_path, packer, format, rank):
+    """compressed-tensors' MXFP4, as Kimi-K3 is published, and ModelOpt's FP8 by blocks and by rows."""
     *_, layer, folders = saved("deepseek_v3")
-    folder = pack(folders["original"], tmp_path / "packed", "mxfp4_packed", plain=tmp_path / "plain")
+    folder = pack(folders["original"], tmp_path / "packed", packer, plain=tmp_path / "plain")
     found, known = (load_layer(path, layer, ParallelConfig(2), rank) for path in (folder, tmp_path / "plain"))
-    assert found.config.weight_format == "mxfp4"
+    assert found.config.weight_format == format
     for name, parts in (("gate_up", 2), ("down", 1)):
         assert torch.equal(decode_matrix(getattr(found.experts, name), parts), getattr(known.experts, name).data)
     assert found.shared is not None

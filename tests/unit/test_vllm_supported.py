@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,14 @@ from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.settings import choose, with_low_precision
 from eprt.integrations.vllm import TESTED, check_version
 from eprt.integrations.vllm.method import EprtMoEMethod, Kernel, tokens_per_rank
-from eprt.integrations.vllm.supported import captures_graphs, moe_config, require_supported, runtime_config
+from eprt.integrations.vllm.routing import padding_of
+from eprt.integrations.vllm.supported import (
+    captures_graphs,
+    gathered_ranks,
+    moe_config,
+    require_supported,
+    runtime_config,
+)
 from eprt.support import Device
 
 
@@ -35,9 +43,6 @@ def test_other_versions_are_refused(version: str) -> None:
         check_version(version)
 
 
-SPLIT, CUT, ALONE = (SimpleNamespace(use_ep=ep, dp_size=dp) for ep, dp in ((True, 2), (False, 2), (False, 1)))
-
-
 def lora(*targets: str) -> dict[str, Any]:
     return {"lora_config": SimpleNamespace(target_modules=list(targets) or None)}
 
@@ -48,45 +53,41 @@ def offload(gigabytes: float = 0.0, group: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "device", "parallel"),
+    ("changes", "device"),
     [
-        ({}, "cuda", SPLIT),
-        ({"model_config__enforce_eager": True}, "cpu", SPLIT),
-        ({}, "cuda", ALONE),
-        (lora("q_proj", "v_proj"), "cuda", SPLIT),  # of attention alone
-        (lora("qkv_proj", "o_proj"), "cuda", SPLIT),
-        (offload(), "cuda", SPLIT),
+        ({}, "cuda"),
+        ({"model_config__enforce_eager": True}, "cpu"),
+        (lora("q_proj", "v_proj"), "cuda"),  # of attention alone
+        (lora("qkv_proj", "o_proj"), "cuda"),
+        (offload(), "cuda"),
     ],
 )
-def test_a_plain_host_is_welcome(changes: dict[str, Any], device: str, parallel: Any) -> None:
-    require_supported(host(**changes), device, parallel)
+def test_a_plain_host_is_welcome(changes: dict[str, Any], device: str) -> None:
+    require_supported(host(**changes), device)
 
 
 TARGETS = "--enable-lora: .*--lora-target-modules that names projections of attention alone"
 
 
 @pytest.mark.parametrize(
-    ("changes", "device", "parallel", "flag"),
+    ("changes", "device", "flag"),
     [
-        ({"parallel_config__enable_eplb": True}, "cuda", SPLIT, "--enable-eplb"),
-        ({"parallel_config__use_ubatching": True}, "cuda", SPLIT, "--enable-dbo"),
-        ({"load_config__load_format": "ipc_cache"}, "cuda", SPLIT, "--load-format ipc_cache"),
-        ({"parallel_config__enable_elastic_ep": True}, "cuda", SPLIT, "--enable-elastic-ep"),
-        ({"additional_config": {"decode_backend": "latency_specialized"}}, "cuda", SPLIT, "decode_backend"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", SPLIT, "--prefill-context-parallel-size"),
-        *(({"lora_config": object()} | given, "cuda", SPLIT, TARGETS) for given in ({}, lora(), lora("experts"))),
-        (lora("q_proj", "gate_proj"), "cuda", SPLIT, TARGETS),
-        *((offload(**size), "cuda", SPLIT, "--cpu-offload-gb") for size in ({"gigabytes": 4.0}, {"group": 8})),
-        ({}, "cpu", SPLIT, "--enforce-eager"),
-        ({}, "xpu", SPLIT, "xpu"),
-        ({}, "cuda", CUT, "--enable-expert-parallel gives them to eprt whole"),
+        ({"parallel_config__enable_eplb": True}, "cuda", "--enable-eplb"),
+        ({"parallel_config__use_ubatching": True}, "cuda", "--enable-dbo"),
+        ({"load_config__load_format": "ipc_cache"}, "cuda", "--load-format ipc_cache"),
+        ({"parallel_config__enable_elastic_ep": True}, "cuda", "--enable-elastic-ep"),
+        ({"additional_config": {"decode_backend": "latency_specialized"}}, "cuda", "decode_backend"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", "--prefill-context-parallel-size"),
+        *(({"lora_config": object()} | given, "cuda", TARGETS) for given in ({}, lora(), lora("experts"))),
+        (lora("q_proj", "gate_proj"), "cuda", TARGETS),
+        *((offload(**size), "cuda", "--cpu-offload-gb") for size in ({"gigabytes": 4.0}, {"group": 8})),
+        ({}, "cpu", "--enforce-eager"),
+        ({}, "xpu", "xpu"),
     ],
 )
-def test_flags_under_which_vllm_keeps_every_layer(
-    changes: dict[str, Any], device: str, parallel: Any, flag: str
-) -> None:
+def test_flags_under_which_vllm_keeps_every_layer(changes: dict[str, Any], device: str, flag: str) -> None:
     with pytest.raises(FallsBackToEngine, match=flag):
-        require_supported(host(**changes), device, parallel)
+        require_supported(host(**changes), device)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_models_with_a_runner_of_their_own_are_left_to_vllm(
     monkeypatch.setitem(sys.modules, module, SimpleNamespace())
     left = pytest.raises(FallsBackToEngine, match=module.replace(".", r"\.")) if owned else nullcontext()
     with left:
-        require_supported(host(), "cuda", SPLIT)
+        require_supported(host(), "cuda")
 
 
 def test_the_batch_invariant_switch_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +123,21 @@ def test_capacity_is_vllms_own_limit() -> None:
     # A captured batch may be larger than a scheduled one.
     small = host(scheduler_config__max_num_batched_tokens=256)
     assert runtime_config(small, 1).max_tokens_per_rank == 512
+    assert runtime_config(small, 1, gathered=3).max_tokens_per_rank == 1536
+
+
+@pytest.mark.parametrize(("use_ep", "dp_size", "ranks"), [(True, 2, 1), (False, 1, 1), (False, 2, 2)])
+def test_padding_is_unmarked_in_tokens_of_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, use_ep: bool, dp_size: int, ranks: int
+) -> None:
+    """vLLM's mask is of a rank's own tokens; it gathers those of all where each has a part of every expert."""
+    context = make_dataclass("ForwardContext", ["is_padding"])
+    forward = SimpleNamespace(ForwardContext=context, get_forward_context=lambda: context(None))
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", forward)
+    parallel = SimpleNamespace(use_ep=use_ep, dp_size=dp_size)
+    moe = SimpleNamespace(is_sequence_parallel=False, moe_parallel_config=parallel)
+    assert gathered_ranks(moe) == ranks
+    assert (padding_of(SimpleNamespace(moe=moe)) is None) == (ranks > 1)
 
 
 def test_options_are_runtime_configs_fields() -> None:

@@ -10,6 +10,8 @@ of a tensor-parallel group hold one batch, and each sends its slice of it.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,8 +28,8 @@ from eprt.weights import Dense, ExpertWeights
 from eprt.world import World
 
 # transformers makes the implementations itself, one for each experts module, and hands them groups, not a World: the
-# modules of a model find the one of their groups here.
-_worlds: dict[tuple[str, str], World] = {}
+# modules of all models find the one of their groups here, with the next module's number.
+_worlds: dict[tuple[str, str], tuple[World, Iterator[int]]] = {}
 
 
 def register_expert_parallel(runtime: RuntimeConfig | None = None, name: str = "eprt") -> bool:
@@ -46,8 +48,8 @@ def register_expert_parallel(runtime: RuntimeConfig | None = None, name: str = "
 
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            world = _world(experts, ep_mesh, tp_mesh)
-            experts.__dict__["eprt_place"] = self.place = _ExpertsPlace(experts, world, runtime)
+            world, numbers = _world(experts, ep_mesh, tp_mesh)
+            experts.__dict__["eprt_place"] = self.place = _ExpertsPlace(experts, world, runtime, next(numbers))
 
         def __call__(
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -61,11 +63,15 @@ def register_expert_parallel(runtime: RuntimeConfig | None = None, name: str = "
 
 
 class _ExpertsPlace(Place):
-    """An experts module of transformers. The layer is built at the first call, when the weights are there."""
+    """An experts module of transformers. The layer is built at the first call, when the weights are there.
 
-    def __init__(self, experts: nn.Module, world: World, runtime: RuntimeConfig | None) -> None:
+    transformers doesn't say which of the model's layers it is. `number` counts the modules of all models as they are
+    loaded, not as they are called: ranks that call different models are told so.
+    """
+
+    def __init__(self, experts: nn.Module, world: World, runtime: RuntimeConfig | None, number: int) -> None:
         super().__init__(world, torch.bfloat16)
-        self.experts, self.runtime = experts, runtime
+        self.experts, self.runtime, self.number = experts, runtime, number
         self.top_k: int | None = None
         if (activation := activation_of(experts)) is None:
             raise UnsupportedError(
@@ -85,24 +91,23 @@ class _ExpertsPlace(Place):
         top_k = top_k_of(experts) if self.top_k is None else self.top_k
         config = config_of(experts, down, L * self.world.parallel.ep_size, top_k, self.activation)
         weights = ExpertWeights(Dense(gate_up), Dense(down), *bias)
-        number = self.world.num_dispatchers  # transformers doesn't say which of the model's layers this is
-        layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime, layer=number)
+        layer = ExpertParallelMoE(config, self.world, weights, runtime=self.runtime, layer=self.number)
         _drop_weights(experts)
         return layer
 
 
-def _world(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> World:
-    """Returns the World around the expert group, with attention TP where a TP group shares its batch."""
+def _world(experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> tuple[World, Iterator[int]]:
+    """Returns the World around the expert group, with attention TP where a TP group shares its batch, and its modules'
+    numbers."""
     ep_group, tp_group = ep_mesh.get_group(), tp_mesh.get_group()
     distributed: Any = getattr(getattr(experts, "config", None), "distributed_config", None)
     # Ranks that share a batch may also send all of it each: that is more work, and never wrong.
     shared = tp_mesh.size() > 1 and distributed is not None
     key = (ep_group.group_name, tp_group.group_name if shared else "")
-    world = _worlds.get(key)
-    if world is None or world.closed:
+    if key not in _worlds or _worlds[key][0].closed:
         world = World.from_group(ep_group, ep_mesh.device_type, attention_tp_group=tp_group if shared else None)
-        _worlds[key] = world
-    return world
+        _worlds[key] = world, itertools.count()
+    return _worlds[key]
 
 
 def _local(parameter: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import Any
 
@@ -10,28 +9,17 @@ import torch
 
 from eprt.integrations.engine.bound import layers_of
 from eprt.integrations.engine.sleeping import experts_of
-from eprt.integrations.engine.state import EngineState
 
 
-def watch_checksums(state: EngineState, worker: Any) -> None:
-    """Adds the experts' digests to what a class of workers computes of the other weights. Idempotent."""
-    inner = getattr(worker, "compute_weight_checksums", None)
-    if inner is None or hasattr(inner, "eprt"):
-        return
-
-    @functools.wraps(inner)
-    def compute_weight_checksums(self: Any) -> dict[str, str]:
-        state.before_step(forward=False)  # what was loaded last may still lie in parameters
-        prefix = self._weight_checksum_prefix()
-        added = {
-            f"{prefix}{name}.{part}": _digest(tensor)
-            for name, layer in layers_of(self.get_model()).items()
-            for part, tensor in experts_of(layer).items()
-        }
-        return {**inner(self), **added}
-
-    compute_weight_checksums.eprt = True  # type: ignore[attr-defined]
-    worker.compute_weight_checksums = compute_weight_checksums
+def with_experts(checksums: dict[str, str], worker: Any) -> dict[str, str]:
+    """Adds the experts' digests to what a worker has computed of the other weights."""
+    prefix = worker._weight_checksum_prefix()
+    added = {
+        f"{prefix}{name}.{part}": _digest(tensor)
+        for name, layer in layers_of(worker.get_model()).items()
+        for part, tensor in experts_of(layer).items()
+    }
+    return {**checksums, **added}
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.vllm.parameters import INTERLEAVED, layout_of
 from eprt.integrations.vllm.routing import padding_of
 from eprt.integrations.vllm.state import PluginState
-from eprt.integrations.vllm.supported import moe_config, whole_part
+from eprt.integrations.vllm.supported import gathered_ranks, moe_config, whole_part
 from eprt.rounding import ceil_div
 from eprt.tokens import TopK
 
@@ -59,7 +59,7 @@ def install(state: PluginState) -> None:
     @functools.wraps(inner)
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         try:
-            state.require_supported(moe_config.moe_parallel_config)
+            state.require_supported()
             return _adopt(state, self, _without_kernel(inner, self, prefix, quant_config, moe_config))
         except FallsBackToEngine as reason:
             state.fall_back(self.layer_name, str(reason))
@@ -112,6 +112,7 @@ def _adopt(state: PluginState, layer: Any, method: Any) -> Any:
     binding = state.bind(layer.layer_name, moe_config(layer, method), layer.moe_config)
     made = adopted(method, EprtMoEMethod, BoundLayer(state, binding))
     made.moe_kernel = Kernel(binding.expert_parallel)
+    made.supports_internal_mk = gathered_ranks(layer.moe_config) == 1  # else vLLM's runner gathers tokens itself
     return made
 
 

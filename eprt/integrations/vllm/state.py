@@ -16,6 +16,7 @@ from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.vllm.supported import (
     balance_options,
     captures_graphs,
+    gathered_ranks,
     left_whole,
     makes_draft,
     options_of,
@@ -47,10 +48,10 @@ class PluginState(EngineState):
     def reports(self) -> bool:
         return _ep_group().rank_in_group == 0
 
-    def require_supported(self, parallel: Any) -> None:
-        """Raises FallsBackToEngine where no layer split as `parallel` says can run under vLLM's configuration."""
+    def require_supported(self) -> None:
+        """Raises FallsBackToEngine where no layer can run under vLLM's configuration."""
         self.require_fit()
-        require_supported(_current(), _ep_group().device.type, parallel)
+        require_supported(_current(), _ep_group().device.type)
 
     def begin(self, config: Any) -> None:
         """Begins an engine with a VllmConfig: what an earlier one of this process had is forgotten. Raises
@@ -85,7 +86,8 @@ class PluginState(EngineState):
 
         watch_worker(self)
         current, sharing = _current(), sharing_of(moe)
-        runtime = runtime_config(current, 1 if sharing == "local" else get_tp_group().world_size)
+        tp_size = 1 if sharing == "local" else get_tp_group().world_size
+        runtime = runtime_config(current, tp_size, gathered_ranks(moe))
         return self.bind_layer(name, config, sharing, moe.tp_size, runtime, captured=captures_graphs(current))
 
 

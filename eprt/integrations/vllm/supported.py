@@ -32,27 +32,21 @@ RUNNERS = re.compile(r"vllm\.models\.\w+\.nvidia\.\w+moe_runner$")
 EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
 
 
-def require_supported(config: Any, device_type: str, parallel: Any) -> None:
-    """Checks what concerns all layers of a model. Raises FallsBackToEngine with the flag that is in the way.
-
-    Args:
-        config: a VllmConfig.
-        parallel: vLLM's FusedMoEParallelConfig: how a layer is split.
-    """
+def require_supported(config: Any, device_type: str) -> None:
+    """Checks a VllmConfig for what concerns all layers of a model. Raises FallsBackToEngine with the flag that is in
+    the way."""
     eplb = config.parallel_config.enable_eplb, "--enable-eplb moves experts between ranks while eprt holds them"
     runner = own_runner()
     owned = bool(runner), f"the model runs its MoE layers itself ({runner}), on the kernel object of vLLM's own methods"
-    fall_back([*_reasons(config, device_type, parallel.use_ep, parallel.dp_size), owned, eplb])
+    fall_back([*_reasons(config, device_type), owned, eplb])
 
 
 def left_whole(config: Any, device_type: str) -> bool:
     """Returns whether a flag leaves all layers of a model to vLLM, before any is made."""
-    flags = config.parallel_config
-    reasons = _reasons(config, device_type, flags.enable_expert_parallel, flags.data_parallel_size)
-    return any(holds for holds, _ in reasons)
+    return any(holds for holds, _ in _reasons(config, device_type))
 
 
-def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[tuple[bool, str]]:
+def _reasons(config: Any, device_type: str) -> list[tuple[bool, str]]:
     flags, model, loaded = config.parallel_config, config.model_config, config.load_config.load_format
     return [
         (device_type not in ("cuda", "cpu"), f"the platform is {device_type}: eprt runs on CUDA, and on CPU for tests"),
@@ -78,10 +72,6 @@ def _reasons(config: Any, device_type: str, use_ep: bool, dp_size: int) -> list[
         (
             (lora := config.lora_config) is not None and not adapts_attention(getattr(lora, "target_modules", None)),
             ADAPTERS.format("vLLM"),
-        ),
-        (
-            not use_ep and dp_size > 1,
-            "--data-parallel-size cuts each expert over all ranks: --enable-expert-parallel gives them to eprt whole",
         ),
     ]
 
@@ -146,18 +136,25 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     return found
 
 
-def runtime_config(config: Any, tp_size: int) -> RuntimeConfig:
+def gathered_ranks(moe: Any) -> int:
+    """Returns of how many data-parallel ranks vLLM gathers the tokens in front of a layer with this FusedMoEConfig:
+    without expert parallelism each rank has a part of every expert."""
+    parallel = moe.moe_parallel_config
+    return 1 if parallel.use_ep else parallel.dp_size
+
+
+def runtime_config(config: Any, tp_size: int, gathered: int = 1) -> RuntimeConfig:
     """Returns settings with vLLM's own limit as capacity, the rest from `--additional-config`. Raises ConfigError.
 
-    Each of the `tp_size` ranks of a TP group sends its part of the batch, with sequence parallelism or without. Under
-    vLLM's batch-invariant switch the layers are so, too.
+    Each of the `tp_size` ranks of a TP group sends its part of the batch, with sequence parallelism or without; or a
+    layer gets the batches of `gathered` ranks. Under vLLM's batch-invariant switch the layers are so, too.
     """
     most = max(
         config.scheduler_config.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0])
     )
     invariant = bool(getattr(sys.modules.get("vllm.envs"), "VLLM_BATCH_INVARIANT", False))
     given = ({"batch_invariant": True} if invariant else {}) | options_of(config)
-    return runtime_with(given, ceil_div(most, tp_size))
+    return runtime_with(given, ceil_div(most * gathered, tp_size))
 
 
 def options_of(config: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from eprt.errors import UsageError
 from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.engine.state import EngineState
-from eprt.integrations.vllm.checking import watch_checksums, zero_experts
+from eprt.integrations.vllm.checking import with_experts, zero_experts
 from eprt.integrations.vllm.routing import take_over_gates
 
 ASLEEP = "its experts were given away (sleep level 2): load all weights before the next call"
@@ -40,7 +40,10 @@ def watch_worker(state: EngineState) -> None:
         if level == 2:
             put_to_sleep(state, kept, lost_in_sleep())
 
-    def after_waking(_: Any, tags: list[str] | None = None) -> None:
+    def before_checksums(_: Any) -> None:
+        state.before_step(forward=False)  # what was loaded last may still lie in parameters
+
+    def after_waking(_: None, worker: Any, tags: list[str] | None = None) -> None:
         if tags is None or "weights" in tags:
             kept.restore()
 
@@ -50,7 +53,7 @@ def watch_worker(state: EngineState) -> None:
         _surround(worker, name, before=before_step)
     for name in ("save_sharded_state", "save_tensorized_model"):
         _surround(worker, name, before=partial(_require_no_experts, state))
-    watch_checksums(state, worker)
+    _surround(worker, "compute_weight_checksums", before=before_checksums, after=with_experts)
     _surround(worker, "reset_weights", before=zero_experts)
     _surround(worker, "sleep", before=before_sleep)
     _surround(worker, "wake_up", after=after_waking)
@@ -100,10 +103,15 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def _unchanged(result: Any, *_: Any, **__: Any) -> Any:
+    return result
+
+
 def _surround(
-    owner: Any, name: str, before: Callable[..., None] = _nothing, after: Callable[..., None] = _nothing
+    owner: Any, name: str, before: Callable[..., None] = _nothing, after: Callable[..., Any] = _unchanged
 ) -> None:
-    """Lets a method of a class call `before` and `after` with its own arguments."""
+    """Lets a method of a class call `before` with its own arguments, and return what `after` makes of its result and
+    these."""
     inner = getattr(owner, name, None)
     if inner is None or hasattr(inner, "eprt"):
         return
@@ -111,9 +119,7 @@ def _surround(
     @functools.wraps(inner)
     def surrounded(*args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
-        result = inner(*args, **kwargs)
-        after(*args, **kwargs)
-        return result
+        return after(inner(*args, **kwargs), *args, **kwargs)
 
     surrounded.eprt = True  # type: ignore[attr-defined]
     setattr(owner, name, surrounded)

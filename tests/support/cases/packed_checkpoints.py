@@ -68,6 +68,17 @@ def _float_block(rows: int, cols: int) -> Made:
     return {"weight": stored["weight"], "weight_scale": stored["weight_scale_inv"]}, numbers
 
 
+def _fp8_pb_wo(rows: int, cols: int) -> Made:
+    """ModelOpt keeps the dimensions of 1 that its quantizer has for what a block covers."""
+    stored, numbers = _fp8_block(rows, cols)
+    return {"weight": stored["weight"], "weight_scale": stored["weight_scale_inv"][:, None, :, None]}, numbers
+
+
+def _fp8_pc_pt(rows: int, cols: int) -> Made:
+    stored, numbers = packed_int4.float_channel(rows, cols)
+    return stored | {"weight_scale": stored["weight_scale"][:, 0].float()}, numbers
+
+
 def _nvfp4_packed(rows: int, cols: int) -> Made:
     """compressed-tensors divides by the second scale where ModelOpt multiplies. Powers of two: both are exact."""
     stored, numbers = _nvfp4(rows, cols)
@@ -113,12 +124,16 @@ PACK: dict[str, Callable[[int, int], Made]] = {
     "nvfp4_packed": _nvfp4_packed,
     "mxfp4_packed": _mxfp4_packed,
     "float_block": _float_block,
+    "fp8_pb_wo": _fp8_pb_wo,
+    "fp8_pc_pt": _fp8_pc_pt,
     **packed_int4.PACK,
 }
 QUANT = {
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]},
     "fp8_tensor": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
     "mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+    "fp8_pb_wo": {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
+    "fp8_pc_pt": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
     "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "mxfp4": {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
     **packed_int4.QUANT,

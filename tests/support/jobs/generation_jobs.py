@@ -115,6 +115,15 @@ def idle_at_first(context: RankContext, folder: str, ids: torch.Tensor, **sizes:
     return found
 
 
+def crossed_models(context: RankContext, folder: str, ids: torch.Tensor, **sizes: Any) -> str:
+    """What a rank is told that calls another model than the other rank, of two that were loaded alike."""
+    models = [expert_parallel(context, folder, torch.float32, **sizes) for _ in range(2)]
+    with torch.no_grad():
+        found = said(lambda: models[context.rank](ids, use_cache=False))
+    next(module.eprt_place for module in models[0].modules() if hasattr(module, "eprt_place")).world.close()
+    return found
+
+
 def batch_continuously(
     context: RankContext, folder: str, prompts: list[list[list[int]]], options: dict[str, Any]
 ) -> list[list[int]]:
