@@ -270,37 +270,38 @@ class RuntimeConfig:
 
     Attributes:
         dispatcher, executor: a name from their tables, or "auto" (`eprt explain` shows the choice).
-        max_tokens_per_rank: capacity; every buffer is sized from it. A larger batch passes through the layer in rounds
-            of at most so many tokens a rank, as many on every rank.
+        max_tokens_per_rank: capacity; all buffers are sized by it. A larger batch is split into rounds of at most this
+            many tokens a rank; all ranks make the same number of rounds.
         strict_capacity: raise CapacityError for a larger batch, on every rank, instead of rounds.
-        payload: number format in which tokens travel to the experts; None is their own. `nvfp4` takes the checkpoint's
-            calibrated `input_scale` (largest of all ranks) as its second-level scale, or 1 where it has none.
-        combine_payload: number format in which the experts' outputs travel back; None is the tokens' own. `fp8`, an
-            explicit accuracy trade, casts them to E4M3 without a scale: between 2^-6 and 448 rounding changes a number
-            by at most 2^-4 of itself, 2% to 3% in norm; what is larger, infinity too, becomes 448; below 2^-6 the steps
-            are 2^-9, so what is under 2^-10 is lost. Only for outputs known to lie in that range.
-        on_rank_lost: "restart": who is left raises RankLost and ends, for the launcher to start it again. "continue":
-            `World.shrink` may go on without ranks that are lost, or leave on purpose. What their experts would have
-            added is missing then, which is another function than the model's. "renormalize": the same, but a token's
-            other weights are scaled to the sum that all of them had. The plan leaves out dispatchers that can't, and
-            says which can only between two steps.
+        payload: number format in which tokens are sent to the experts; None keeps their own. `nvfp4` takes the
+            checkpoint's calibrated `input_scale` (the largest of all ranks) as its second-level scale, or 1 if it has
+            none.
+        combine_payload: number format in which the experts' outputs are sent back; None keeps the tokens' own. `fp8`,
+            an explicit accuracy trade, casts them to E4M3 without a scale. Between 2^-6 and 448 rounding changes a
+            number by at most 2^-4 of itself, 2% to 3% in norm. Larger numbers and infinity become 448. Below 2^-6 the
+            steps are 2^-9, so numbers under 2^-10 become 0. Use it only for outputs known to lie in that range.
+        on_rank_lost: "restart": the remaining ranks raise RankLost and end, so that the launcher starts them again.
+            "continue": `World.shrink` can go on without ranks that are lost or that leave on purpose; outputs then lack
+            the part of their experts. "renormalize": the same, but a token's other weights are scaled to the sum that
+            all of them had. The plan excludes dispatchers that can't, and says which can only between two steps.
         token_format: force the format between dispatcher and executor; None lets the plan choose.
         validate: "cheap" checks what the host knows without a device sync; "full" also checks values (ids in range,
             finite weights) and compares all ranks' headers before payload moves. gloo worlds always compare headers.
-        phase: what "auto" chooses for: `decode` is up to 128 tokens a rank, `prefill` max_tokens_per_rank of them. And
-            how replicas of an expert share its tokens: in `decode` one of them takes all, in `prefill` each in turn.
-        deterministic: ask executors for run-to-run identical sums. `humming`'s then don't depend on the rest of the
-            batch either.
-        batch_invariant: a token's experts give the same bits whatever else is in the batch, on whichever rank, in
-            graphs or not: sums in one order, in all sizes of batches. The plan takes pairs that keep it. Not with
-            replicated experts. Routers, shared experts and latent projections are apart.
+        phase: the batch size that "auto" chooses for: `decode` is up to 128 tokens a rank, `prefill` is
+            max_tokens_per_rank. It also sets how replicas of an expert share its tokens: in `decode` one of them takes
+            all, in `prefill` each in turn.
+        deterministic: ask executors for sums that are identical from run to run. Those of `humming` then don't depend
+            on the rest of the batch either.
+        batch_invariant: a token's experts give the same bits whatever else is in the batch, on any rank, in graphs or
+            not. The plan excludes backends that can't, and replicated experts. Routers, shared experts and latent
+            projections are not covered.
         count_load: count on the device how often each expert is chosen, for `ExpertParallelMoE.load`.
         low_precision_activations: let an executor quantise activations to FP8 (an explicit accuracy trade): experts'
             error against float32 is then 4% to 5% in norm instead of 0.3%, with FP8 weights and with MXFP4.
-        layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R, which eager callers then
-            replay: for a model whose attention can't be captured. Calls without a known R, or with a routing or token
-            ids of the caller's own, run as they are. `eprt.StepGraphs` captures more and is faster. None: only in
-            models that were given to `parallelize`, on several GPUs, where dispatcher and executor can be captured.
+        layer_graphs: `World.warmup` captures each layer's call in CUDA graphs for small R; eager callers then replay
+            them. This is for models whose attention can't be captured. Calls without a known R, or with the caller's
+            own routing or token ids, run eagerly. `eprt.StepGraphs` captures more and is faster. None: only in models
+            given to `parallelize`, on several GPUs, if dispatcher and executor can be captured.
     """
 
     dispatcher: str = "auto"

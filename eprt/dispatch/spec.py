@@ -25,23 +25,23 @@ class DispatcherSpec:
     Attributes:
         name, path, summary: table key, "module:class", one line for `eprt explain`.
         formats, payloads: what it can emit; the first format is its native one.
-        combine_payloads: what else than the tokens' own format outputs can travel back in.
+        combine_payloads: formats in which outputs can be sent back, besides the tokens' own.
         shrink: when it can lose a rank and go on (`World.shrink`): at any moment; only between two steps, as its
             kernels wait for a lost rank until they trap; never (""). Where it can, ranks can leave on purpose, too.
         devices: device kinds it runs on.
         graph_safe: capture once, replay with new data, counts <= R and idle ranks.
         max_ranks: None means no limit of its own.
-        top_k_sizes: K that its kernels exist for; another is padded up with entries that name no expert. None: any.
-        hidden_sizes: H that its kernels exist for; another is padded up and trimmed. None: any.
+        top_k_sizes: each K that its kernels support; others are padded with entries that name no expert. None: any.
+        hidden_sizes: each H that its kernels support; others are padded and trimmed. None: any.
         max_tokens: largest max_tokens_per_rank it can be sized for. None: memory is the limit.
         moe_tp: can deliver one token to the several ranks that share an expert.
         reach: how far apart its ranks may be: on one host, in one NVLink fabric (within a host before SM100), anywhere.
-        sends: to whom a token's row travels: every rank, each rank that holds one of its experts, or each of its
-            experts. What the cost model counts.
+        sends: where a token's row is sent: to every rank, to each rank that holds one of its experts, or to each of
+            its experts. The cost model counts bytes by it.
         requirement: package it needs, or None.
-        invariant: (device kind, most ranks) with which a token's sum depends neither on the rank it came from nor on
-            what came with it (`RuntimeConfig.batch_invariant`). Two numbers have one sum in any order, more don't.
-        preference: where nothing was measured the largest is tried first.
+        invariant: (device kind, most ranks) with which a token's sum depends neither on its rank nor on the rest of
+            the batch (`RuntimeConfig.batch_invariant`). A sum of two numbers has one order, of more it doesn't.
+        preference: the largest comes first if there are no measured times.
     """
 
     name: str

@@ -44,9 +44,9 @@ class ExecutorSpec:
         graph_safe: no host sync and static shapes for fixed N or M.
         requirement: package it needs, or None.
         invariant: device kinds on which it can keep `RuntimeConfig.batch_invariant`.
-        rule: limits that no other field can say (`eprt.experts.rules`), or None.
-        preference: where nothing was measured the largest is tried first.
-        witness: there to check others, not to be fast: the plan takes it only by name.
+        rule: limits that no other field expresses (`eprt.experts.rules`), or None.
+        preference: the largest comes first if there are no measured times.
+        witness: it checks other executors and is slow: the plan takes it only by name.
         takes_logits: whether its kernels choose a layer's experts themselves (`Executor.run_logits`); None: never.
     """
 

@@ -38,26 +38,25 @@ class StepGraphs:
         graphs.capture()                                         # on every rank, after World.warmup(*layers)
         logits = graphs(len(token), token=token, position=position)  # every rank, every step; 0: nothing to feed
 
-    A call is a step of the World, or part of the one around it (`World.step`). Its R, which all ranks agree on there,
-    is rounded up to the next bucket on all of them (`World.buckets`), whoever runs the step how: so all replay, or,
-    above the largest bucket, all run eagerly; and a rank that runs its layers eagerly in a step that others replay
-    uses the same R, hence understands them. A rank without tokens replays what `idle` did, at the same R. Rows that
-    fill the batch up name no expert: layers inside leave them out, so they neither travel nor meet an expert.
+    A call is a step of the World, or part of the one around it (`World.step`). All ranks agree on R and round it up to
+    the next bucket (`World.buckets`). Then all replay, or, above the largest bucket, all run eagerly. A rank that runs
+    its layers eagerly while others replay uses the same R, so both work together. A rank without tokens replays what
+    `idle` did, at the same R. Padding rows name no expert: they are neither sent nor computed by an expert.
 
     On a CPU world nothing is captured; the same calls run eagerly on the same padded batches.
 
     Args:
         layers: the `ExpertParallelMoE` that forward calls, all of them.
         forward: called with `inputs` by name, each [rows, ...]; returns tensors, in any nesting of tuples, lists and
-            dicts, each [rows, ...]. Everything else that it touches (weights, caches) stays where it is and is the
-            caller's to change between steps (`Router.refresh` for a router outside of the layers). It must not
+            dicts, each [rows, ...]. Everything else that it touches (weights, caches) must keep its address; the caller
+            may change it in place between steps (`Router.refresh` for a router outside of the layers). It must not
             synchronise. `capture` calls it several times a bucket.
-        inputs: of each input one row, [1, ...], on the world's device: what a row without a token holds. Such a row is
-            computed like any other outside of the experts, so choose what does no harm (a cache slot of its own).
-        buckets: rows to capture for, the same on every rank. Sizes below the largest that other graphs of the World
-            have by then are captured, too: R may be rounded up to one of those.
+        inputs: the padding row of each input, [1, ...], on the world's device. Outside of the experts a padding row is
+            computed like any other, so choose a harmless one (with a cache slot of its own).
+        buckets: numbers of rows to capture, the same on every rank. Smaller sizes that other graphs of the World have
+            by then are captured, too, because R may be rounded up to one of those.
         idle: what a rank without tokens does in place of forward, on all layers (`lambda: idle_step(layers)`). None:
-            it replays forward on rows without tokens, which costs it the attention.
+            it replays forward on padding rows, attention included.
 
     Raises:
         ConfigError: no bucket, an input that isn't one row, what is no layer, or a layer that can't be captured, with

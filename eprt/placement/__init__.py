@@ -74,15 +74,14 @@ class ExpertShard:
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Where `num_experts` logical experts lie over a world: a value, made once and handed to all who need it.
+    """Says which slots of a world hold each of `num_experts` logical experts.
 
     Args:
         num_experts: logical experts of the layer (E of the model).
         parallel: the world's sizes.
-        slots: [S] the logical expert in each slot, EP rank by EP rank, equally many a rank; -1 for an empty one. An
-            expert may have several slots (replicas). Empty tuple: contiguous; where the experts don't divide evenly,
-            the first ranks hold one more and the last slot of the others stays empty. All experts in order are kept as
-            a range.
+        slots: [S] the logical expert in each slot, EP rank by EP rank, with the same number of slots per rank; -1 for
+            an empty slot. An expert may have several slots (replicas). Empty tuple: contiguous; if the experts don't
+            divide evenly, the first ranks hold one more and the last slot of the others stays empty.
 
     Raises:
         ConfigError: slots that don't divide over the ranks, that name no expert of the layer, or that leave an expert
