@@ -295,7 +295,8 @@ def placed() -> str:
         facts = [row["routing"], row["shape"], row["tokens"], f"{before['imbalance']:.2f}", f"{row['imbalance']:.2f}"]
         us = [micro(before["layer_p50_us"]), micro(row["layer_p50_us"])]
         lines.append([*facts, *us, f"{row['gain']:.2f}", f"{row['predicted_gain']:.2f}"])
-    heading = ["routing", "shape", "tokens per rank", "max/mean in order", "planned", "us in order", "planned", "gain"]
+    heading = ["routing", "shape", "tokens per rank", "max/mean in order", "max/mean planned"]
+    heading += ["us in order", "us planned", "gain"]
     return f"{table([*heading, 'by the model'], lines)}\n\n" + "\n".join(map(source, names))
 
 
@@ -304,7 +305,8 @@ def duel(name: str, engine: str) -> str:
     lines = list[list[str]]()
 
     def load(row: dict[str, Any]) -> tuple[str, str]:
-        return row["model"], f"{row['what']} of {row['batch']}" if "what" in row else str(row["batch"])
+        unit = row.get("unit", "sequences") if row["batch"] > 1 else "sequence"
+        return row["model"], f"{row.get('what', 'step')} of {row['batch']} {unit}"
 
     rows: Rows = result(name)["rows"]
     sides = dict.fromkeys(r["plugin"] for r in rows if r["plugin"] != "eprt")
@@ -318,15 +320,20 @@ def duel(name: str, engine: str) -> str:
         cells += [ratio(median(steps["eprt"]), median(steps[side])) for side in own]
         lines.append([model, what, *cells])
     ratios = [f"eprt / {side.partition(':')[2] or engine}" for side in own]
-    heading = ["model", "sequences a rank", *(f"{title}, ms" for title in own.values()), "eprt's, ms", *ratios]
+    spread = ", ms (min to max of n)"
+    heading = ["model", "load of a rank", *(f"{title}{spread}" for title in own.values()), f"eprt's{spread}", *ratios]
     return f"{table(heading, lines)}\n\n{source(name)}"
+
+
+UNITS = ("weights_gb", "peak_gib")
 
 
 def duel_memory(name: str) -> str:
     """Memory a GPU: of the weights as the engine says, and the most in use."""
     found = {row["plugin"]: row["memory"] for row in result(name)["rows"] if "memory" in row}
+    names = {"eprt": "eprt", "none": "the engine"}
     lines = [
-        [f"`{side}`", *(" and ".join(map(str, memory[unit])) for unit in ("weights_gb", "peak_gib"))]
+        [names.get(side) or side.partition(":")[2], *(" and ".join(map(str, memory[unit])) for unit in UNITS)]
         for side, memory in found.items()
     ]
     return f"{table(['experts of', 'weights, GB a GPU', 'most in use, GiB a GPU'], lines)}\n\n{source(name)}"
@@ -375,7 +382,7 @@ def faults(name: str) -> str:
                 lines.append([said, len(went_on), f"{median(went_on):.2f}", f"{max(went_on):.2f}"])
     bad, calm = sum(not r["ok"] for r in rows), sum(r["fault"] == "none" for r in rows)
     said = f"{len(rows)} trials, of which {bad} named another rank, were late, gave a wrong output or left something"
-    controls = f"; in {calm} of them nothing breaks" if calm else ""
+    controls = f"; {calm} of them are controls without a fault" if calm else ""
     return f"{table(['a rank', 'trials', 'median', 'most'], lines)}\n\n{said}{controls}. {source(name)}"
 
 
