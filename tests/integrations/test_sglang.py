@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from support.engine_models import (
     by_transformers,
     experts_by_transformers,
     glm4_model,
+    minimax_model,
     packed_model,
     qwen2_model,
     qwen3_model,
+    qwen3_next_model,
     retrained,
 )
 from support.ports import free_port
@@ -231,13 +233,25 @@ def test_a_router_with_a_bias_and_shared_experts(engine: dict[str, Any], tmp_pat
     assert f"2 of 2 MoE layers (model.layers.1.mlp.experts to model.layers.2.mlp.experts) {WHERE[engine is ONE]}" in log
 
 
-def test_a_shared_expert_behind_a_gate(tmp_path: Path) -> None:
-    """Qwen2-MoE's blocks, an idle rank's too, where eprt carries the tokens."""
-    want, lead = by_transformers(qwen2_model(tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("make", "block", "engine"),
+    [
+        (qwen2_model, "mlp", CARRIED),
+        (qwen3_next_model, "mlp", CARRIED),
+        (minimax_model, "block_sparse_moe", CARRIED | {"enable_dp_lm_head": False}),  # its head is cut in any case
+    ],
+    ids=["qwen2-moe", "qwen3-next", "minimax-m2"],
+)
+def test_blocks_of_other_models(
+    make: Callable[[Path], Any], block: str, engine: dict[str, Any], tmp_path: Path
+) -> None:
+    """A shared expert behind a gate, and a bias beside the gate; an idle rank's blocks, too, where eprt carries the
+    tokens."""
+    want, lead = by_transformers(make(tmp_path / "model"))
     assert lead > 1e-4  # float32 on both sides, sums in another order
     assert len({tuple(each[:5]) for each in want}) == len(PROMPTS)  # the model isn't stuck on one token
-    log = answered(tmp_path, tmp_path / "model", CARRIED, "float32", want)
-    assert "2 of 2 MoE layers (model.layers.0.mlp.experts to model.layers.1.mlp.experts) over 2 ranks" in log
+    log = answered(tmp_path, tmp_path / "model", engine, "float32", want)
+    assert f"2 of 2 MoE layers (model.layers.0.{block}.experts to model.layers.1.{block}.experts) over 2 ranks" in log
 
 
 PACKED = "packed = sglang_packed:register"  # experts in a format of its own

@@ -80,6 +80,40 @@ def qwen2_model(folder: Path) -> Any:
     return model
 
 
+def qwen3_next_model(folder: Path) -> Any:
+    """Writes a tiny Qwen3-Next in float32: Qwen2-MoE's blocks behind gated attention, and none that is linear. Without
+    that transformers can't cache it."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(7)
+    experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "full_attention_interval": 1}
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, **experts, **layers)).float().eval()
+    model.generation_config.use_cache = False
+    model.save_pretrained(folder)
+    return model
+
+
+def minimax_model(folder: Path) -> Any:
+    """Writes a tiny MiniMax-M2 in float32: sigmoid scores with a bias, norms of queries and keys over all heads."""
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+    torch.manual_seed(6)
+    sizes = {name: size for name, size in SIZES.items() if name not in ("norm_topk_prob", "num_experts")}
+    sizes |= {"num_local_experts": 8, "intermediate_size": 64, "bos_token_id": 0, "eos_token_id": 1}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    # SGLang asks for these, which transformers takes for granted.
+    named = {"use_qk_norm": True, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}
+    config = MiniMaxM2Config(**sizes, **named, num_hidden_layers=2, rope_parameters=rope)
+    model = MiniMaxM2ForCausalLM(config).float().eval()
+    for layer in model.model.layers:
+        layer.mlp.e_score_correction_bias.normal_(std=0.3)
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.weight.data.uniform_(0.5, 2.0)
+    model.save_pretrained(folder)
+    return model
+
+
 def gemma4_model(folder: Path) -> Any:
     """Writes a tiny Gemma 4 in float32: experts of GELU beside a dense block, a router with a scale for each expert."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig

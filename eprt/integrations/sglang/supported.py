@@ -41,9 +41,11 @@ GRAPHS_ASLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # with --enable-memory-saver
 ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
+    "Qwen3NextForCausalLM",
     "GptOssForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
+    "MiniMaxM2ForCausalLM",
 )
 FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
 COMPRESSED = "compressed-tensors"

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import rms_norm
 
 
 def register() -> None:
+    from sglang.srt.layers import dp_attention
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.quantization import fp8, mxfp4
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.mem_cache.pool_host import common
-    from sglang.srt.models import qwen2_moe
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+    from sglang.srt.models import minimax_m2, qwen2_moe
 
     torch.tensor, torch.zeros = _unpinned(torch.tensor), _unpinned(torch.zeros)
     torch.Tensor.pin_memory = lambda tensor, *args: tensor
@@ -27,6 +30,10 @@ def register() -> None:
         setattr(TorchNativeAttnBackend, name, _without_sinks(getattr(TorchNativeAttnBackend, name)))
     fp8.Fp8LinearMethod.__new__ = lambda *args: UnquantizedLinearMethod()  # a CPU has no kernels for it
     qwen2_moe.fused_gate_sigmoid_mul_add = _gated
+    minimax_m2.MiniMaxM2QKRMSNorm.forward = _normed
+    dp_attention.memcpy_triton = _copied  # 0.5.23 has its own for a CPU
+    # Imports kernels of linear attention, which the tests' Qwen3-Next hasn't got.
+    attention_backend_setup.attn_backend_wrapper = lambda runner, full: full
     mxfp4.has_triton_kernels = True  # pads experts as for these kernels, which nobody calls
     # gpt-oss is refused with torch_native's name; SGLang's own backend for CPUs wants AMX.
     ATTENTION_BACKENDS["intel_amx"] = TorchNativeAttnBackend
@@ -40,6 +47,18 @@ def _unpinned(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor) -> None:
     """Adds a shared expert behind its gate to what the routed ones say, for which SGLang has a Triton kernel alone."""
     routed += torch.sigmoid(hidden @ gate)[:, None] * shared
+
+
+def _normed(norms: Any, *heads: torch.Tensor) -> list[torch.Tensor]:
+    """Normalizes queries over all heads, and keys, for which SGLang has kernels of Triton and for AMX alone."""
+    pairs = zip(heads, (norms._q_norm, norms._k_norm), strict=True)
+    return [rms_norm(each, each.shape[-1:], norm.weight, norm.variance_epsilon) for each, norm in pairs]
+
+
+def _copied(to: torch.Tensor, source: torch.Tensor, _: int, at: int, rows: int, reads_at: bool) -> None:
+    """Copies a rank's rows, which begin at `at` among those of all ranks, to there or from there."""
+    own, among_all = slice(rows), slice(at, at + rows)
+    to[own if reads_at else among_all] = source[among_all if reads_at else own]
 
 
 def _without_sinks(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
