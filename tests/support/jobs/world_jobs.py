@@ -156,7 +156,7 @@ def without_descriptors(context) -> str:
     full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     broken = mock.patch("eprt.world.init_default_group", side_effect=full)
     with broken if context.rank == 1 else contextlib.nullcontext():
-        return said(lambda: World.from_env("cpu", timeout_s=5.0))
+        return said(lambda: World.from_env("cpu", timeout_s=30.0))
 
 
 def few_descriptors(context, left: int) -> str:
@@ -164,7 +164,7 @@ def few_descriptors(context, left: int) -> str:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if context.rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + left, before[1]))
-    found = said(lambda: World.from_env("cpu", timeout_s=5.0))
+    found = said(lambda: World.from_env("cpu", timeout_s=30.0))
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     return found
 
