@@ -325,15 +325,15 @@ def duel(name: str, engine: str) -> str:
     return f"{table(heading, lines)}\n\n{source(name)}"
 
 
-UNITS = ("weights_gb", "peak_gib")
-
-
 def duel_memory(name: str) -> str:
     """Memory a GPU: of the weights as the engine says, and the most in use."""
     found = {row["plugin"]: row["memory"] for row in result(name)["rows"] if "memory" in row}
     names = {"eprt": "eprt", "none": "the engine"}
     lines = [
-        [names.get(side) or side.partition(":")[2], *(" and ".join(map(str, memory[unit])) for unit in UNITS)]
+        [
+            names.get(side) or side.partition(":")[2],
+            *(" and ".join(map(str, memory[unit])) for unit in ("weights_gb", "peak_gib")),
+        ]
         for side, memory in found.items()
     ]
     return f"{table(['experts of', 'weights, GB a GPU', 'most in use, GiB a GPU'], lines)}\n\n{source(name)}"

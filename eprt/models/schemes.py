@@ -154,7 +154,8 @@ def _mixed_keys(layers: dict[str, Any], names: Modules) -> list[str]:
     near = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
     fused = {f"{name}.{matrix}" for name in names if name.endswith(".experts") for matrix in _FUSED}
     found = sorted(layers.keys() & (near | fused))
-    return [key for key in found if key.count(".") == max(key.count(".") for key in found)]
+    deepest = max((key.count(".") for key in found), default=0)
+    return [key for key in found if key.count(".") == deepest]
 
 
 def _modelopt_scheme(settings: dict[str, Any]) -> Scheme:
