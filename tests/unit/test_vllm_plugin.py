@@ -266,10 +266,10 @@ def test_the_next_engine_of_a_process_reads_its_placement_file_again(tmp_path: P
         assert found == ExpertPlacement(4, parallel, slots)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_ranks_of_tensor_parallelism_compute_parts_of_the_sum(pools, dense: bool) -> None:
-    """Also as the draft of a dense model, beside which vLLM makes no EP group."""
-    found = pools(2).run(jobs.tensor_parallel, dense=dense)
+@pytest.mark.parametrize(("dense", "dp_size"), [(False, 1), (True, 1), (False, 2)])
+def test_ranks_without_expert_parallelism_compute_parts_of_the_sum(pools, dense: bool, dp_size: int) -> None:
+    """Also as the draft of a dense model, beside which vLLM makes no EP group, and of tokens that vLLM gathered."""
+    found = pools(2).run(jobs.tensor_parallel, dense=dense, dp_size=dp_size)
     close(found[0]["output"] + found[1]["output"], wanted(0, 0))
     assert not torch.equal(found[0]["output"], found[1]["output"])
     for rank in found:

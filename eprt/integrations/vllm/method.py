@@ -199,6 +199,9 @@ class EprtMoEMethod:
         rows = tokens_per_rank(counts, x.shape[0], self.moe.sp_size)
         return run(built, x, TopK(ids, topk_weights.float()), rows)
 
+    def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
+        """Answers vLLM 0.26, which asks for a kernel of its own where its runner gathers the tokens: there is none."""
+
     def apply_monolithic(self, *_: Any, **__: Any) -> torch.Tensor:
         raise UsageError("vLLM asked for a kernel that routes by itself; eprt gets its routing from vLLM's router")
 

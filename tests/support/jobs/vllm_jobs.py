@@ -306,16 +306,18 @@ def _lacking(vllm: Any, layer: Any, number: int, without: list[int]) -> dict[str
     return found
 
 
-def tensor_parallel(context: Any, *, dense: bool) -> dict[str, Any]:
-    """Without expert parallelism: this rank's rows of every expert, the same tokens on each rank, partial outputs."""
+def tensor_parallel(context: Any, *, dense: bool, dp_size: int) -> dict[str, Any]:
+    """Without expert parallelism: this rank's rows of every expert, the same tokens on each rank, partial outputs. Of
+    several data-parallel ranks vLLM gathers the tokens before."""
     with plugin(context, dense=dense) as vllm:
         up, down = experts(0)
         part = slice(context.rank * I // context.size, (context.rank + 1) * I // context.size)
         mine = torch.cat([half[:, part] for half in up.chunk(2, dim=1)], dim=1), down[:, :, part]
-        described = stand_in.moe_config(E, K, H, I, context.size, use_ep=False)
+        described = stand_in.moe_config(E, K, H, I, context.size, use_ep=False, dp_size=dp_size)
         named = dict(zip(("w13_weight", "w2_weight"), mine, strict=True))
         layer = vllm.routed("layers.0", described, "silu", named, stand_in.UnquantizedFusedMoEMethod)
         layer.quant_method.process_weights_after_loading(layer)
+        stand_in.init_modular_kernel(layer.quant_method)
         vllm.context.dp_metadata = None
         return {
             "output": applied(layer, 0),

@@ -41,6 +41,9 @@ class FusedMoEMethodBase:
     def topk_indices_dtype(self) -> None:
         return None
 
+    def maybe_make_prepare_finalize(self, **_: Any) -> None:
+        raise ValueError("an unquantised layer has no kernel of this kind")
+
     def process_weights_after_loading(self, layer: Any) -> None:
         raise AssertionError("vLLM's own layout")
 
@@ -205,6 +208,12 @@ class MLPBlock(OtherBlock):
         return self.gate
 
 
+def init_modular_kernel(method: Any) -> None:
+    """`MoERunner.maybe_init_modular_kernel` of vLLM 0.26, which is called of every layer once it is loaded."""
+    if not (method.supports_internal_mk or method.is_monolithic):
+        assert method.maybe_make_prepare_finalize(routing_tables=None) is None
+
+
 def model_of(config: Any, blocks: list[nn.Module]) -> nn.Module:
     """A model as vLLM compiles it: with its VllmConfig beside its layers."""
     model: Any = nn.ModuleList(blocks)
@@ -235,7 +244,9 @@ def host(**changes: Any) -> Any:
     return config
 
 
-def moe_config(num_experts: int, top_k: int, hidden: int, intermediate: int, ranks: int, *, use_ep: bool = True) -> Any:
+def moe_config(
+    num_experts: int, top_k: int, hidden: int, intermediate: int, ranks: int, *, use_ep: bool = True, dp_size: int = 1
+) -> Any:
     """A FusedMoEConfig; without expert parallelism each of the ranks has its part of `intermediate`."""
     tp_size = 1 if use_ep else ranks
     return SimpleNamespace(
@@ -251,7 +262,7 @@ def moe_config(num_experts: int, top_k: int, hidden: int, intermediate: int, ran
         has_bias=False,
         in_dtype=torch.bfloat16,
         skip_final_all_reduce=False,
-        moe_parallel_config=SimpleNamespace(use_ep=use_ep, dp_size=ranks if use_ep else 1),
+        moe_parallel_config=SimpleNamespace(use_ep=use_ep, dp_size=ranks if use_ep else dp_size),
     )
 
 
