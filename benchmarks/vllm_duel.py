@@ -39,6 +39,7 @@ def main() -> int:
     options.add_argument("--mixed", type=int, default=0, help="also: so many prompts of 512 tokens, 64 tokens each")
     options.add_argument("--all2all", help="vLLM's all2all backend; default its own choice")
     options.add_argument("--attention", help="vLLM's attention backend; default its own choice")
+    options.add_argument("--without-ep", action="store_true", help="data parallelism without --enable-expert-parallel")
     options.set_defaults(alone=0, turns=None, environment={})  # what vllm_invariant.py asks of an engine
     return duel.play(options, "vLLM", ENTRY, run, most_tokens, limit)
 

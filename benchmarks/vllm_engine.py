@@ -127,7 +127,7 @@ def settings_of(a: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": max([*a.batches, a.mixed, a.alone]),
         "max_num_batched_tokens": most_tokens(a),
         "tensor_parallel_size": a.tp,
-        "enable_expert_parallel": a.dp > 1,
+        "enable_expert_parallel": a.dp > 1 and not a.without_ep,
         "enable_prefix_caching": False,
     }
 

@@ -67,7 +67,7 @@ def rows_of(name: str, a: argparse.Namespace, turns: Any) -> list[dict[str, Any]
     plugin, options, switch, compared, timed = SIDES[side]
     # What vllm_engine's engines read beside.
     one = {"dp": 1, "tp": 1, "prompts": [], "prefill": 0, "mixed": 0}
-    one |= {"all2all": None, "attention": None, "options": options}
+    one |= {"all2all": None, "attention": None, "without_ep": False, "options": options}
     one |= {"environment": {"VLLM_BATCH_INVARIANT": switch}, "turns": turns}
     one |= {"alone": a.alone if compared else 0, "batches": a.batches if timed else []}
     own = argparse.Namespace(**vars(a) | one | {"model": model, "layers": a.layers or LAYERS[model]})
