@@ -94,6 +94,7 @@ def test_capacity_is_the_largest_batch_of_a_rank() -> None:
     assert most(True, chunked_prefill_size=256, cuda_graph_config=captured) == 1024
     verified: dict[str, Any] = {"chunked_prefill_size": 256, "speculative_num_draft_tokens": 4}
     assert most(True, **verified) == 2048  # of 512 sequences in the largest captured batch
+    assert most(True, **verified, speculative_eagle_topk=8) == 4096  # a draft's step is wider than the verified one
     assert most(True, **verified, cuda_graph_config=captured, max_running_requests=300) == 1200
 
 
@@ -164,6 +165,7 @@ def test_eprt_carries_tokens_where_each_rank_has_its_own(
 
 
 MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
+DRAFT = {"speculative_algorithm": "eagle3", "speculative_draft_model_path": "draft"}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,11 @@ MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
     [
         ({}, {"all_to_all": False}, "all_to_all: false"),
         ({"pp_size": 2}, {}, "--pp-size"),
-        ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm"),
+        ({"speculative_algorithm": "NGRAM"}, {}, "--speculative-algorithm NGRAM"),
+        ({"speculative_algorithm": "NEXTN"}, {}, "NEXTN, Qwen3MoeForCausalLM, isn't among those"),
+        (DRAFT | {"speculative_moe_a2a_backend": "none"}, {}, "--speculative-moe-a2a-backend none"),
+        (DRAFT | {"speculative_moe_runner_backend": "deep_gemm"}, {}, "--speculative-moe-runner-backend deep_gemm"),
+        (DRAFT | {"speculative_draft_model_path": "s3://bucket/draft"}, {}, "config.json of s3://bucket/draft can't"),
         ({"enable_dp_attention": False}, {}, "--enable-dp-attention"),
         ({"enable_dp_attention": False, "attn_dp_size": 4}, {}, "--dp-size 4 isn't --tp-size 2"),
         ({"tp_size": 4, "ep_size": 4}, {}, "--dp-size 2 isn't --tp-size 4"),
@@ -188,7 +194,7 @@ MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
         ({"torch_dtype": "float32"}, {}, "float16"),  # which SGLang makes of it
         ({"torch_dtype": None}, {}, "float16"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}, {}, "experts in mxfp8"),
-        ({"model_path": "s3://bucket/model"}, {}, "config.json can't be read"),
+        ({"model_path": "s3://bucket/model"}, {}, "config.json of s3://bucket/model can't be read"),
         ({}, {"dispatcher": "deepep", "executor": "humming"}, "deepep"),
     ],
 )
@@ -198,6 +204,62 @@ def test_sglang_carries_them_otherwise(qwen3: Path, change: dict[str, Any], give
     config |= {name: value for name, value in change.items() if name not in flags}
     (qwen3 / "config.json").write_text(json.dumps(config))
     assert reason in supported.all_to_all_reason(arguments(**{"model_path": str(qwen3)} | flags), given)
+
+
+def test_a_placement_file_is_not_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang makes a draft's layers when the model's are built, and gives them other numbers, or none."""
+    monkeypatch.setenv(supported.VARIABLE, '{"placement": "file.json", "strict": true}')
+    state = SglangState()
+    assert state.options() == {"placement": "file.json", "strict": True}
+    state.built.append(Mock())
+    assert state.options() == {"strict": True}
+
+
+BEHIND = {  # GLM-4.5-Air's last layer is 45
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {"model.layers.46.mlp.experts": {"quant_algo": "MXFP8"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture", "more", "reason"),
+    [
+        ("GLM-4.5-Air", "Glm4MoeForCausalLM", {}, ""),
+        ("DeepSeek-V3", "DeepseekV3ForCausalLM", {}, ""),
+        (
+            "GLM-4.5-Air",
+            "Glm4MoeForCausalLM",
+            {"quantization_config": {"quant_method": "modelopt", **BEHIND}},
+            "experts in mxfp8",
+        ),
+        ("Qwen3-Next-80B-A3B-Instruct", "Qwen3NextForCausalLM", {}, "EAGLE, Qwen3NextForCausalLM, isn't among those"),
+    ],
+)
+def test_models_that_draft_tokens_themselves(
+    qwen3: Path, model: str, architecture: str, more: dict[str, Any], reason: str
+) -> None:
+    config = MODELS[model] | {"architectures": [architecture], "torch_dtype": "bfloat16"} | more
+    (qwen3 / "config.json").write_text(json.dumps(config))
+    without, drafting = arguments(model_path=str(qwen3)), {"speculative_algorithm": "EAGLE"}
+    assert supported.all_to_all_reason(without, {}) == ""
+    for path in (None, str(qwen3)):
+        args = arguments(model_path=str(qwen3), speculative_draft_model_path=path, **drafting)
+        found = supported.all_to_all_reason(args, {})
+        assert reason in found
+        assert bool(reason) == bool(found)
+
+
+@pytest.mark.parametrize("draft", ["LlamaForCausalLMEagle3", "Qwen3MoeForCausalLM"])
+def test_drafts_beside_a_model(qwen3: Path, tmp_path: Path, draft: str) -> None:
+    """A dense one has no experts whose tokens would be carried; of others the code wasn't read."""
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({"architectures": [draft]}))
+    args = arguments(model_path=str(qwen3), **DRAFT | {"speculative_draft_model_path": str(tmp_path / "draft")})
+    dense = draft in supported.DENSE_DRAFTS
+    assert supported.all_to_all_reason(args, {}).endswith(
+        "" if dense else f"{draft}, isn't among those whose code was read"
+    )
+    assert bool(supported.all_to_all_reason(args, {})) is not dense
 
 
 def test_a_file_of_its_own_for_quantisation_is_read(qwen3: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from eprt.errors import ConfigError
 from eprt.integrations.engine.ranks import POLL_S, world_alone, world_of
+from eprt.integrations.engine.settings import PLACEMENT
 from eprt.integrations.engine.sleeping import Kept, address, addresses
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.sglang.supported import (
@@ -50,7 +51,9 @@ class SglangState(EngineState):
     loaded_at: set[int] = field(default_factory=set)
 
     def options(self) -> dict[str, Any]:
-        return options()
+        """Returns the plugin's options; a placement file is the model's, not its draft's, which is loaded after it."""
+        given = options()
+        return {name: given[name] for name in given if name != PLACEMENT} if self.built else given
 
     def all_to_all(self) -> bool:
         """Returns whether eprt carries tokens between the ranks."""

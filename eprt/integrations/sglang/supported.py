@@ -47,6 +47,8 @@ ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
     "MiniMaxM2ForCausalLM",
 )
+MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # so, too, for the layers of their own that draft tokens
+DENSE_DRAFTS = ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3")
 FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
 COMPRESSED = "compressed-tensors"
 DIALECTS = ("none", "fp8", "mxfp4", "modelopt", "modelopt_fp4", COMPRESSED)  # of `quant_method` in config.json
@@ -169,22 +171,43 @@ def all_to_all_reason(args: Any, given: dict[str, Any]) -> str:
             [
                 (given.get(ALL_TO_ALL) is False, f"{VARIABLE} says {ALL_TO_ALL}: false"),
                 (args.pp_size > 1, "--pp-size: each stage of a pipeline has ranks of its own"),
-                (args.speculative_algorithm is not None, "--speculative-algorithm: SGLang carries its draft's tokens"),
                 (width == 1, "attention isn't data-parallel (--attn-dp-size, or --dp-size and --enable-dp-attention)"),
                 (width != args.tp_size, f"--dp-size {width} isn't --tp-size {args.tp_size}"),
                 (args.ep_size != args.tp_size, f"--ep-size {args.ep_size} isn't --tp-size {args.tp_size}"),
             ]
         )
         require_supported(args)
-        _require_model(args, given)
+        found = _model_config(args)
+        _require_model(args, given, found)
+        if _drafts_itself(args, found):  # with the layer behind its last one
+            _require_model(args, given, found | {"num_hidden_layers": found["num_hidden_layers"] + 1})
     except FallsBackToEngine as reason:
         return str(reason)
     return ""
 
 
-def _require_model(args: Any, given: dict[str, Any]) -> None:
+def _drafts_itself(args: Any, found: dict[str, Any]) -> bool:
+    """Returns whether the model drafts tokens itself. Raises FallsBackToEngine: eprt can't carry its draft's tokens."""
+    if args.speculative_algorithm is None:
+        return False
+    algorithm, draft = args.speculative_algorithm.upper(), args.speculative_draft_model_path
+    exchange, runner = args.speculative_moe_a2a_backend, args.speculative_moe_runner_backend
+    fall_back(
+        [
+            (algorithm not in ("EAGLE", "EAGLE3", "NEXTN"), f"--speculative-algorithm {algorithm}: its code is unread"),
+            (exchange not in (None, CARRIED), f"--speculative-moe-a2a-backend {exchange} carries the draft's tokens"),
+            (runner not in (None, *RUNNERS), f"--speculative-moe-runner-backend {runner} runs the draft"),
+        ]
+    )
+    itself = draft in (None, args.model_path)
+    name = (found if itself else _model_config(args, draft)).get("architectures", ["no architecture"])[0]
+    unread = f"the draft of --speculative-algorithm {algorithm}, {name}, isn't among those whose code was read"
+    fall_back([(name not in (MTP if itself else DENSE_DRAFTS), unread)])
+    return itself
+
+
+def _require_model(args: Any, given: dict[str, Any], found: dict[str, Any]) -> None:
     """Checks that every layer of the model will run: under an all-to-all none can be left to SGLang."""
-    found = _model_config(args)
     names = found.get("architectures") or ["no architecture"]
     dialect = (found.get("quantization_config") or {}).get("quant_method", "none")
     dtype = found.get("dtype", found.get("torch_dtype")) if args.dtype == "auto" else args.dtype
@@ -224,18 +247,19 @@ def _require_model(args: Any, given: dict[str, Any]) -> None:
         raise FallsBackToEngine(str(error)) from error
 
 
-def _model_config(args: Any) -> dict[str, Any]:
-    """Returns the model's config.json, with hf_quant_config.json merged in. Raises FallsBackToEngine: it has none (a
-    GGUF file, a bucket's address)."""
+def _model_config(args: Any, draft: str | None = None) -> dict[str, Any]:
+    """Returns config.json of the model, or of its draft, with hf_quant_config.json merged in. Raises FallsBackToEngine:
+    it has none (a GGUF file, a bucket's address)."""
     from transformers.utils import cached_file
 
     absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    model, revision = (draft, args.speculative_draft_model_revision) if draft else (args.model_path, args.revision)
     try:
-        path: Any = cached_file(args.model_path, CONFIG, revision=args.revision)
-        cached_file(args.model_path, QUANT_CONFIG, revision=args.revision, **absent)  # beside it
+        path: Any = cached_file(model, CONFIG, revision=revision)
+        cached_file(model, QUANT_CONFIG, revision=revision, **absent)  # beside it
         return read_config(path)
     except (OSError, CheckpointError) as error:
-        raise FallsBackToEngine(f"the model's {CONFIG} can't be read: {error}") from error
+        raise FallsBackToEngine(f"{CONFIG} of {model} can't be read: {error}") from error
 
 
 def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> MoEConfig:
@@ -289,9 +313,10 @@ def runtime_config(args: Any, given: dict[str, Any], *, all_to_all: bool) -> Run
     chunk = args.chunked_prefill_size or 0
     prefill = chunk if chunk > 0 else args.max_prefill_tokens
     sequences = max(args.max_running_requests or 0, *(phase.max_bs or 0 for phase in _captured(args, "decode")), 0)
+    drafted = max(args.speculative_num_draft_tokens or 1, args.speculative_eagle_topk or 1)
     most = max(
         prefill,
-        sequences * (args.speculative_num_draft_tokens or 1),  # one step verifies all of them
+        sequences * drafted,  # one step verifies, or drafts, all of them
         *(phase.max_bs or 0 for phase in _captured(args, "prefill")),
     )
     gathered = 1 if all_to_all else attention_dp(args)

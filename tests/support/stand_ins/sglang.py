@@ -39,6 +39,11 @@ def arguments(**changes: Any) -> Any:
         enable_memory_saver=False,
         speculative_algorithm=None,
         speculative_num_draft_tokens=None,
+        speculative_eagle_topk=None,
+        speculative_draft_model_path=None,
+        speculative_draft_model_revision=None,
+        speculative_moe_a2a_backend=None,
+        speculative_moe_runner_backend=None,
         lora_target_modules=None,
     )
     vars(args).update(changes)
