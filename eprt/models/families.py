@@ -126,9 +126,14 @@ class GraniteMoe(FieldFamily):
 
 
 class HunyuanV1Moe(FieldFamily):
-    """tencent/Hunyuan-A13B-Instruct: a shared expert without a gate; sizes may be listed layer by layer."""
+    """tencent/Hunyuan-A13B-Instruct: a shared expert without a gate; sizes may be listed layer by layer.
+
+    The router works in float32.
+    """
 
     routers = ("gate.wg",)
+    float32_router = True
+    float32_logits = True
     shared = "shared_mlp"
     num_experts = ("num_experts",)
     top_k = ("moe_topk",)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases.model_cases import MODELS, canonical_experts, equal, moe_layers, saved, shard_of
+from support.cases.model_recipes import NUM_EXPERTS, VOCABULARY
 from support.cases.packed_checkpoints import edit
 
 from eprt.config import ParallelConfig
@@ -55,6 +56,26 @@ class TestAgainstTransformers:
         assert parts.config.bias == (case == "gpt_oss")
         assert parts.config.weight_on_input == case.startswith("llama4")
         assert family_for(model.config.to_dict()).moe_layers(model.config.to_dict()) == moe_layers(model)
+
+    @pytest.mark.parametrize("case", [name for name in MODELS if not name.startswith("llama4")])
+    def test_experts_and_weights_of_2000_tokens(self, case):
+        """The last bits of bf16 logits decide some of them. Llama 4's experts module isn't told a token's experts."""
+        model, block, layer, folders = saved(case)
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(2000, model.config.hidden_size, generator=generator).bfloat16()
+        ids = torch.randint(VOCABULARY, (2000,), generator=generator)
+        told = []
+        hook = block.experts.register_forward_pre_hook(lambda _, args: told.append(args))
+        block(x[None], *([ids[None]] if case.startswith("deepseek_v4") else []))
+        hook.remove()
+        chosen = load_layer(folders["original"], layer).router(x, ids)
+        ((_, experts, weights),) = told
+        none = torch.zeros(2000, NUM_EXPERTS)
+        found, expected = (
+            none.scatter(1, chosen.ids.long(), chosen.weights),
+            none.scatter(1, experts, weights.float()),
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize(
         ("case", "pattern", "replacement"),

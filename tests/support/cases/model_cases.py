@@ -24,7 +24,12 @@ def make_model(case: str, dtype: torch.dtype = torch.bfloat16):
     recipe = MODELS[case]
     model = model_recipes.make_model(recipe)
     strict = tuple(model._keep_in_fp32_modules_strict or ())
-    kept = {name: tensor.clone() for name, tensor in _tensors(model) if any(part in name for part in strict)}
+    made = dict(_tensors(type(model)._from_config(model.config, dtype=dtype)))  # HunYuan's router is made in float32
+    kept = {
+        name: tensor.clone()
+        for name, tensor in _tensors(model)
+        if tensor.dtype == made[name].dtype or any(part in name for part in strict)
+    }
     model.to(dtype)
     for name, tensor in _tensors(model):
         if name in kept:
