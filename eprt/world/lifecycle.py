@@ -80,7 +80,7 @@ class Lifecycle:
             bounded(guard.met.erase, silent_after(self._world.timeout_s))
         sys.excepthook = self.on_exception
         atexit.register(self.at_exit)
-        if multiprocessing.parent_process() is not None:  # such a child ends without atexit
+        if multiprocessing.parent_process() is not None:  # before Python 3.13 such a child ends without atexit
             self._finalizer = Finalize(None, self._say_left, exitpriority=0)
 
     def join(self, guard: Guard, generation: int) -> None:

@@ -262,11 +262,12 @@ def test_what_cannot_be_warmed_up_is_refused_on_all_ranks(pools, thing: object) 
 
 
 FORKED = """
-import os, sys, time
+import os, sys, time, warnings
 import torch.distributed as dist
 from eprt.world import World
 
 world = World.from_env("cpu", timeout_s=20)
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of the threads
 child = os.fork()
 if child == 0:
     ends = sys.argv[1]
