@@ -32,6 +32,7 @@ SHAPES = {
     "deepseek-v4": (256, 4096, 6, Routing("sqrt_softplus", scaling_factor=1.5), torch.bfloat16, False),
     "hash": (256, 4096, 6, Routing("hash", scaling_factor=1.5), torch.bfloat16, False),
     "nemotron-h": (512, 4096, 22, Routing("grouped_sigmoid", scaling_factor=5.0), torch.bfloat16, False),
+    "hunyuan-a13b": (64, 4096, 8, Routing("softmax_topk"), torch.float32, False),
     "ernie": (64, 2560, 6, Routing("grouped_softmax"), torch.float32, False),
     "odd": (41, 77, 5, Routing("softmax_topk"), torch.bfloat16, True),
     "odd f32": (41, 1000, 5, Routing("grouped_sigmoid"), torch.float32, True),
@@ -54,7 +55,7 @@ class Case:
         choosing = grouped or self.routing.method == "sqrt_softplus"
         self.correction = normal(self.E) * 0.05 if choosing else None
         _, self.token_ids, self.table = extras(self.routing, self.E, self.K, False, T)
-        self.logits_dtype = torch.float32 if grouped else torch.bfloat16
+        self.logits_dtype = torch.float32 if grouped or dtype == torch.float32 else torch.bfloat16
         exact = self.hidden.double() @ self.weight.double().T
         self.exact = exact if self.bias is None else exact + self.bias.double()
 
