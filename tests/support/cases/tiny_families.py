@@ -41,13 +41,36 @@ _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
 
 
 @cache
-def folders() -> list[str]:
-    """Those of the installed transformers whose modelling code has a class of experts."""
+def _models() -> Path:
     found = find_spec("transformers")
     assert found is not None
     assert found.origin is not None
-    files = Path(found.origin).parent.glob("models/*/modeling_*.py")
-    return sorted({file.parent.name for file in files if _EXPERTS.search(file.read_text())})
+    return Path(found.origin).parent / "models"
+
+
+@cache
+def _code() -> dict[str, str]:
+    """The modelling code of each folder of the installed transformers that has a class of experts."""
+    code = ((file.parent.name, file.read_text()) for file in _models().glob("*/modeling_*.py"))
+    return {folder: text for folder, text in code if _EXPERTS.search(text)}
+
+
+@cache
+def borrowed() -> dict[str, str]:
+    """Folders of a config alone that run by such code (Sarvam's, of transformers 5.24), and its class with a head."""
+    pairs = re.findall(r'\("(\w+)", "(\w+ForCausalLM)"\)', (_models() / "auto/modeling_auto.py").read_text())
+    return {
+        folder: name
+        for folder, name in pairs
+        if any((_models() / folder).glob("configuration_*.py"))
+        and not any((_models() / folder).glob("modeling_*.py"))
+        and any(f"class {name}(" in text for text in _code().values())
+    }
+
+
+def folders() -> list[str]:
+    """Those of the installed transformers whose models have experts."""
+    return sorted(_code().keys() | borrowed().keys())
 
 
 def model_types(folder: str) -> set[str]:
@@ -80,8 +103,8 @@ def model_class(folder: str) -> type[Any]:
     """The class that generates text, else the one that labels tokens."""
     import transformers
 
-    if folder in HEADS:
-        return getattr(transformers, HEADS[folder])
+    if name := HEADS.get(folder) or borrowed().get(folder):
+        return getattr(transformers, name)
     if (folder, transformers.__version__) == ("llama4", "5.24.0"):
         return transformers.Llama4ForCausalLM  # Llama4ForConditionalGeneration can't call its own text model there
     module = next(iter(modules(folder)))
@@ -91,6 +114,12 @@ def model_class(folder: str) -> type[Any]:
         if found:
             return found[-1]
     raise LookupError(f"{folder} has no model with a head: {[c.__name__ for c in classes]}")
+
+
+def config_class(folder: str) -> type[Any]:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[folder] if folder in borrowed() else model_class(folder).config_class
 
 
 def modules(folder: str) -> list[Any]:
@@ -158,7 +187,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(folder: str) -> Any:
-    kind = model_class(folder).config_class
+    kind = config_class(folder)
     fields = shrink(kind().to_dict())
     for path, value in FIELDS.get(folder, {}).items():
         part, _, name = path.rpartition(".")

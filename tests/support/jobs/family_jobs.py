@@ -57,7 +57,8 @@ def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> O
     from eprt.integrations.transformers import generate, load_without_experts, lockstep, parallelize
 
     name, _, text = name.partition(":")
-    kind, folder = None if text else tiny_families.model_class(name), f"{folder}/{name}"
+    whole_model = not text and name not in tiny_families.borrowed()  # else an auto class knows what runs it
+    kind, folder = tiny_families.model_class(name) if whole_model else None, f"{folder}/{name}"
     with _together():
         whole = (kind or AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
         expected = [alone(whole, prompt) for prompt in prompts]
