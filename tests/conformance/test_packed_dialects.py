@@ -1,4 +1,5 @@
-"""`eprt run` and `parallelize` on a checkpoint of each dialect, beside the same numbers in float32."""
+"""`eprt run` and `parallelize` on a checkpoint of each dialect, beside the same numbers in float32; and what
+transformers loads around the experts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from support.cases.packed_checkpoints import PACK, QUANT, edit, pack
 from support.jobs.integration_jobs import IDS, logits_from_files
 
 from eprt.cli import main, run
-from eprt.errors import ConfigError
+from eprt.errors import CheckpointError, ConfigError
 from eprt.models import load_layer
 from eprt.models.checkpoint import QUANT_CONFIG
 
@@ -72,3 +73,27 @@ def test_packed_attention_that_transformers_does_not_read(tmp_path: Path, older:
         ConfigError, match="outside of the experts are packed by 'modelopt', which transformers doesn't"
     ):
         load_without_experts(tmp_path / "all")
+
+
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "drop", "said"),
+    [
+        ({}, {}, f"{QUERY}.weight", f"{QUERY}.weight is missing; it would take wrong numbers: complete"),
+        ({}, {"vocab_size": 72}, "", r"has shape \(64, 64\), expected \(72, 64\) by config.json, and 1 more"),
+        ({f"{QUERY}.weight_scale": torch.ones(1)}, {}, "", f"{QUERY}.weight_scale belongs to a weight that "),
+        ({f"{QUERY}.qweight": torch.ones(1).int()}, {"quantization_config": QUANT["gptq"]}, "", "GPTQ .*pip install"),
+    ],
+    ids=["a missing tensor", "another shape", "a scale of a plain weight", "a packer's library"],
+)
+def test_what_transformers_would_make_up_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], config: dict[str, object], drop: str, said: str
+) -> None:
+    """It begins such weights with random numbers, which differ between ranks."""
+    from eprt.integrations.transformers import load_without_experts
+
+    folder = edit(saved("qwen3_moe")[-1]["original"], tmp_path, tensors, config, (drop,))
+    with pytest.raises((CheckpointError, ConfigError), match=f"{folder}: transformers can't load what .*{said}"):
+        load_without_experts(folder)

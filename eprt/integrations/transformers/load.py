@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eprt.errors import CheckpointError, ConfigError, one_block
+from eprt.errors import CheckpointError, ConfigError, EprtError, one_block
 from eprt.integrations.transformers.dense import refusing
 from eprt.integrations.transformers.experts import leave_out, refuse_to_run
 from eprt.json_files import shown
@@ -27,6 +27,7 @@ _PACKED = (".qweight", ".weight_packed")
 # Models whose code transformers has under another name: Kimi-K2's authors give DeepSeek-V3's as theirs, and their own
 # config.json's model_type only tells engines the two apart (docs/deploy_guidance.md beside the checkpoint).
 SAME_MODEL = {"kimi_k2": "deepseek_v3"}
+_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scale", "scales")
 _PLAIN = ("BF16", "F32", "F16", "I64", "I32", "BOOL")
 
 
@@ -59,8 +60,9 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         the model; calling it before `parallelize(model, world)` is a UsageError.
 
     Raises:
-        CheckpointError: no such directory or model, or its files aren't a checkpoint. ConfigError: transformers has no
-            class that generates text for it, or its experts are packed and its family isn't in `eprt.models.FAMILIES`.
+        CheckpointError: no such directory or model, its files aren't a checkpoint, or lack what lies outside of the
+            experts. ConfigError: transformers has no class that generates text for it, or misses a library for its
+            packed weights; its experts are packed and its family isn't in `eprt.models.FAMILIES`.
     """
     directory = find_checkpoint(path_or_hub_id, **{name: options.pop(name) for name in _WHERE if name in options})
     directory /= options.pop("subfolder", None) or ""
@@ -78,7 +80,7 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{directory}: quantised experts of a {config.model_type}: expected bf16 or float32")
         lean = _emptied(kind, lambda model: leave_out(model, directory))
-        return lean.from_pretrained(directory, config=config, **options)
+        return _load(lean, directory, config, options)
     family = family_for(config.to_dict())
     numbers = family.moe_layers(config.to_dict())
     paths = [family.module_path(number) for number in numbers]
@@ -87,7 +89,39 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     elif getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # only the experts are packed: what is left is plain
     lean = _emptied(kind, lambda model: _hold_places(model, paths, directory))
-    return lean.from_pretrained(directory, config=config, **options)
+    return _load(lean, directory, config, options)
+
+
+def _load(lean: type[Any], directory: Path, config: Any, options: dict[str, Any]) -> Any:
+    """Calls `from_pretrained`. Raises ConfigError, or CheckpointError where transformers would go on with numbers that
+    the files don't hold."""
+    told, any_size = (options.pop(name, False) for name in ("output_loading_info", "ignore_mismatched_sizes"))
+    asked = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    head = f"{directory}: transformers can't load what lies outside of the experts: "
+    try:
+        model, found = lean.from_pretrained(directory, config=config, **asked)
+    except EprtError:
+        raise
+    except ImportError as error:  # its quantizers need packages of their own
+        raise ConfigError(head + one_block(" ".join(str(error).split()), 300)) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(head + one_block(" ".join(str(error).split()), 300)) from error
+    # Buffers of a quantizer's own layers may begin with numbers that are right (GPTQ's order of columns).
+    held = model.state_dict() if getattr(model, "hf_quantizer", None) is None else dict(model.named_parameters())
+    wrong = [f"{name} is missing" for name in sorted(found["missing_keys"]) if name in held]
+    for name in sorted(found["unexpected_keys"]):
+        module, _, suffix = name.rpartition(".")
+        if suffix in _SCALES and f"{module}.weight" in held:  # transformers casts such a weight
+            wrong.append(f"{name} belongs to a weight that config.json says is plain")
+    for name, shape, expected in () if any_size else sorted(found["mismatched_keys"]):
+        wrong.append(f"{name} has shape {tuple(shape)}, expected {tuple(expected)} by config.json")
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise CheckpointError(
+            f"{head}{wrong[0]}{more}; it would take wrong numbers: complete the files, or correct config.json (with "
+            "its quantization_config)"
+        )
+    return (model, found) if told else model
 
 
 def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
