@@ -4,6 +4,7 @@ transformers loads around the experts."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from eprt.cli import main, run
 from eprt.errors import CheckpointError, ConfigError
 from eprt.models import load_layer
 from eprt.models.checkpoint import QUANT_CONFIG
+from eprt.world import World
 
 SHORT = ("pack_quantized", "gptq_act_order", "awq", "float_channel")
 DIALECTS = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in QUANT if name in PACK]
@@ -97,3 +99,16 @@ def test_what_transformers_would_make_up_is_refused(
     folder = edit(saved("qwen3_moe")[-1]["original"], tmp_path, tensors, config, (drop,))
     with pytest.raises((CheckpointError, ConfigError), match=f"{folder}: transformers can't load what .*{said}"):
         load_without_experts(folder)
+
+
+def test_numbers_that_are_none_outside_of_the_experts(tmp_path: Path) -> None:
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    norm = torch.ones(64)
+    for number, refused in ((float("inf"), False), (float("nan"), True)):
+        norm[3] = number
+        changed = {"model.norm.weight": norm.bfloat16()}
+        model = load_without_experts(edit(saved("qwen3_moe")[-1]["original"], tmp_path / str(number), changed))
+        said = pytest.raises(ConfigError, match=r"1 of the .* hold NaN \(model.norm.weight: 1 of 64 numbers\)")
+        with World.from_env("cpu") as world, said if refused else nullcontext():
+            parallelize(model, world)

@@ -27,13 +27,29 @@ _NOT_LOADED = (
 
 
 def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
-    """Raises ConfigError if weights outside of `outside` (prefixes of names) are on meta."""
-    found = [name for name, p in model.named_parameters() if p.is_meta and not name.startswith(outside)]
+    """Raises ConfigError if weights outside of `outside` (prefixes of names) are on meta, or hold NaN. Infinity may be
+    meant: an attention sink that takes nothing."""
+    weights = {name: p.detach() for name, p in model.named_parameters() if not name.startswith(outside)}
+    found = [name for name, weight in weights.items() if weight.is_meta]
     if found:
         raise ConfigError(
             f"{len(found)} of the model's weights are on meta ({found[0]}, ...): load it, with load_without_experts if "
             "its experts don't fit"
         )
+    plain = {name: weight for name, weight in weights.items() if _has_extremes(weight)}
+    bad = torch.stack([torch.aminmax(weight).min.isnan() for weight in plain.values()]).tolist() if plain else []
+    if any(bad):
+        name = next(name for name, is_bad in zip(plain, bad, strict=True) if is_bad)
+        raise ConfigError(
+            f"{sum(bad)} of the model's weights hold NaN ({name}: {int(plain[name].isnan().sum())} of "
+            f"{plain[name].numel()} numbers): expected none; load whole files"
+        )
+
+
+def _has_extremes(weight: torch.Tensor) -> bool:
+    """Tells whether `aminmax` knows a tensor's numbers: not those of FP8, of other ranks, or of none."""
+    whole = weight.is_floating_point() and weight.element_size() > 1 and not hasattr(weight, "to_local")
+    return whole and weight.numel() > 0
 
 
 def require_unspread(model: nn.Module) -> None:
