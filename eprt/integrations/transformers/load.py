@@ -18,7 +18,7 @@ from eprt.json_files import shown
 from eprt.kinds import require_kinds
 from eprt.models import ModelFamily, family_for, has_family
 from eprt.models.checkpoint import Checkpoint
-from eprt.models.hf_config import flatten
+from eprt.models.hf_config import flatten, section
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "token")
@@ -68,6 +68,8 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     directory /= options.pop("subfolder", None) or ""
     files = Checkpoint(directory)  # refuses what isn't a checkpoint
     files.close()
+    if (said := flatten(files.config)).get("quantization_config") is not None:
+        section(said, "quantization_config")  # else transformers breaks off
     config: Any = options.pop("config", None) or directory
     if isinstance(config, (str, Path)):
         config, options = _config_of(config, options)
@@ -79,7 +81,7 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     if not has_family(config.to_dict()):
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"{directory}: quantised experts of a {config.model_type}: expected bf16 or float32")
-        lean = _emptied(kind, lambda model: leave_out(model, directory))
+        lean = _emptied(directory, kind, lambda model: leave_out(model, directory))
         return _load(lean, directory, config, options)
     family = family_for(config.to_dict())
     numbers = family.moe_layers(config.to_dict())
@@ -88,7 +90,7 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         _require_quantizer(config, files)
     elif getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # only the experts are packed: what is left is plain
-    lean = _emptied(kind, lambda model: _hold_places(model, paths, directory))
+    lean = _emptied(directory, kind, lambda model: _hold_places(model, paths, directory))
     return _load(lean, directory, config, options)
 
 
@@ -103,9 +105,9 @@ def _load(lean: type[Any], directory: Path, config: Any, options: dict[str, Any]
     except EprtError:
         raise
     except ImportError as error:  # its quantizers need packages of their own
-        raise ConfigError(head + one_block(" ".join(str(error).split()), 300)) from error
+        raise ConfigError(head + _brief(error)) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(head + one_block(" ".join(str(error).split()), 300)) from error
+        raise CheckpointError(head + _brief(error)) from error
     # Buffers of a quantizer's own layers may begin with numbers that are right (GPTQ's order of columns).
     held = model.state_dict() if getattr(model, "hf_quantizer", None) is None else dict(model.named_parameters())
     wrong = [f"{name} is missing" for name in sorted(found["missing_keys"]) if name in held]
@@ -124,12 +126,21 @@ def _load(lean: type[Any], directory: Path, config: Any, options: dict[str, Any]
     return (model, found) if told else model
 
 
-def _emptied(base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
+def _brief(error: Exception) -> str:
+    return one_block(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+
+
+def _emptied(directory: Path, base: type[Any], empty: Callable[[Any], list[str]]) -> type[Any]:
     """Derives a model class which `empty` takes modules from as it is made; it returns their paths, whose tensors stay
     in the files."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, config, *args, **kwargs)  # `from_pretrained` does this on meta
+        try:
+            base.__init__(self, config, *args, **kwargs)  # `from_pretrained` does this on meta
+        except Exception as error:  # of any type, by the field that is wrong
+            raise CheckpointError(
+                f"{directory}: transformers can't make a {base.__name__} by config.json: {_brief(error)}"
+            ) from error
         ignored = [rf"^{re.escape(path)}\." for path in empty(self)]
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
@@ -197,9 +208,8 @@ def _config_of(place: str | Path, options: dict[str, Any]) -> tuple[Any, dict[st
             found: Any = AutoConfig.from_pretrained(place, return_unused_kwargs=True, **fields)
         else:
             found = CONFIG_MAPPING[kind].from_dict({**said, "model_type": kind}, return_unused_kwargs=True, **rest)
-    except (OSError, ValueError) as error:
-        said = one_block(" ".join(str(error).split()), 300)
-        raise CheckpointError(f"{place}: transformers can't read its config.json: {said}") from error
+    except Exception as error:  # of any type, by the field that is wrong
+        raise CheckpointError(f"{place}: transformers can't read its config.json: {_brief(error)}") from error
     return found[0], found[1] | models
 
 
