@@ -28,6 +28,7 @@ from eprt.quant.elements import (
     exact_scales,
     rows_of_words,
 )
+from eprt.rounding import ceil_div
 from eprt.weights import (
     FP8_BLOCK,
     INT4_ZERO,
@@ -375,5 +376,5 @@ def _words(scheme: Scheme) -> Stored:
         fields.append(field("zeros", ("qzeros",), _INT32, 8, group, zeros))
     else:
         require = partial(_symmetric_zeros, zeros)
-        claims.append(Claim("qzeros", _INT32, lambda rows, cols: (cols // (group or cols), rows // 8), require))
+        claims.append(Claim("qzeros", _INT32, lambda rows, cols: (ceil_div(cols, group or cols), rows // 8), require))
     return Stored(Int4, tuple(fields)) if awq else _grouped(scheme, fields, claims, "g_idx")

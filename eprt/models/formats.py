@@ -241,7 +241,9 @@ class MatrixReader:
         height, width = extent.size
         if place.chunks > 1 and height % field.rows:
             raise ConfigError(f"{where}: {height} rows of gate end inside a block of {field.rows} that up shares")
-        rows, cols = _entries(extent.rows, height, field.rows, where), _entries(extent.cols, width, field.cols, where)
+        blocks = field.rows == field.cols  # of FP8, of which the last may be smaller
+        rows = _entries(extent.rows, height, field.rows, where, blocks)
+        cols = _entries(extent.cols, width, field.cols, where, blocks)
         entries = ceil_div(height, field.rows)
         index = slice(place.chunk * entries + rows.start, place.chunk * entries + rows.stop), cols
         shape = place.chunks * entries, 1 if field.cols == WHOLE_ROW else ceil_div(width, field.cols)
@@ -274,12 +276,15 @@ def split_alternating(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return rows.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def _entries(take: slice, size: int, block: int, where: str) -> slice:
-    """Returns a field's entries for matrix rows or columns. Only FP8's 128-blocks may be left over at the end."""
+def _entries(take: slice, size: int, block: int, where: str, rest: bool = False) -> slice:
+    """Returns a field's entries for matrix rows or columns, of which a `rest` may be left over at the end."""
     if block == WHOLE_ROW:
         return slice(0, 1)
-    if size % block and block != FP8_BLOCK:
-        raise ConfigError(f"{where}: {size} rows or columns, by the config, are no multiple of its blocks of {block}")
+    if size % block and not rest:
+        raise ConfigError(
+            f"{where}: {size} rows or columns, by the config, are no multiple of its blocks of {block}; quantise with "
+            "blocks that divide them"
+        )
     if take.start % block or (take.stop % block and take.stop != size):
         raise ConfigError(
             f"{where}: [{take.start}, {take.stop}) of {size} cuts a scale block of {block}; choose a moe_tp_size that "

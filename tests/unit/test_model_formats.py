@@ -8,15 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases.model_cases import equal, refuses, saved
+from support.cases.model_recipes import RECIPES, make_model
 from support.cases.number_formats import e8m0_numbers
-from support.cases.packed_checkpoints import QUANT, edit, pack
+from support.cases.packed_checkpoints import QUANT, edit, pack, resized
 
 from eprt.config import ParallelConfig
-from eprt.errors import CheckpointError
+from eprt.errors import CheckpointError, ConfigError
 from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
-from eprt.models.checkpoint import QUANT_CONFIG, SINGLE
+from eprt.models.checkpoint import QUANT_CONFIG, SINGLE, Checkpoint
 from eprt.models.fields import e8m0_scale, positive_scale
+from eprt.models.formats import load_linear
 
 DOWN = {  # a matrix of a local expert
     **dict.fromkeys(("qwen3_moe", "deepseek_v3"), "model.layers.1.mlp.experts.2.down_proj"),
@@ -244,3 +246,22 @@ class TestScales:
         equal(positive_scale(zero.view(torch.float8_e8m0fnu), "t"), torch.full((2, 2), 2.0**-127))
         with pytest.raises(CheckpointError, match="nan"):
             positive_scale(torch.full((2, 2), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu), "t")
+
+
+@pytest.mark.parametrize("dialect", ["gptq", "awq"])
+def test_a_last_group_that_is_shorter_is_refused(tmp_path, dialect):
+    """Decoders split the columns evenly: 192 into 96 and 96, not 128 and 64."""
+    recipe = resized(RECIPES["deepseek_v3"], {"hidden_size": 128, "moe_intermediate_size": 192, "n_shared_experts": 1})
+    make_model(recipe, torch.bfloat16).save_pretrained(tmp_path / "plain")
+    folder = pack(tmp_path / "plain", tmp_path / "packed", dialect)
+    changed = {"quantization_config": QUANT[dialect] | {"group_size": 128}}
+    groups = {"scales": lambda t: t[: (len(t) + 3) // 4], "qzeros": lambda t: t[: (len(t) + 3) // 4]}
+    groups["g_idx"] = lambda t: torch.arange(len(t), dtype=torch.int32) // 128
+    held = load_file(folder / SINGLE)
+    shorter = {name: groups[end](t) for name, t in held.items() if (end := name.rpartition(".")[2]) in groups}
+    folder = edit(folder, tmp_path / "bad", shorter, changed)
+    said = r"192 rows or columns, by the config, are no multiple of its blocks of 128; quantise"
+    with pytest.raises(ConfigError, match=rf"experts\.0\.down_proj\..*{said}"):
+        load_layer(folder, recipe.layer)
+    with Checkpoint(folder) as files, pytest.raises(ConfigError, match=rf"shared_experts\.down_proj\..*{said}"):
+        load_linear(files, ("model.layers.1.mlp.shared_experts.down_proj",), 128, 192)
