@@ -40,14 +40,21 @@ LAYOUTS = columns(
 def explain(arguments: Explain, terminal: Terminal) -> int:
     """Prints the plans. Returns 0; a model that nothing can run raises UnsupportedError with the same table."""
     parallel, runtime, device = arguments.parallel, arguments.runtime, Device.parse(arguments.device)
-    kinds = kinds_of_layers(model_config(arguments.model))
+    hf = model_config(arguments.model)
+    kinds = kinds_of_layers(hf)
+
+    def require_readable(way: ParallelConfig) -> None:
+        for _, layers in kinds:
+            family_for(hf).require_whole_blocks(hf, layers[0], way.moe_tp_size)
+
+    require_readable(parallel)
     _say_world(terminal, arguments, device)
     shown: list[dict[str, Any]] = []
     for config, layers in kinds:
         plan = make_plan(config, parallel, runtime, device)
         _say(terminal, config, layers, plan)
         shown.append({"layers": layers, "config": asdict(config), **as_json(plan)})
-    ways = layouts([(config, len(layers)) for config, layers in kinds], parallel, runtime, device)
+    ways = layouts([(config, len(layers)) for config, layers in kinds], parallel, runtime, device, require_readable)
     if parallel.world_size > 1:
         _say_layouts(terminal, ways, arguments)
     if arguments.plot is not None:

@@ -12,8 +12,8 @@ from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import shown
 from eprt.models.checkpoint import Checkpoint
 from eprt.models.fields import Part
-from eprt.models.formats import ExpertNames, load_experts, load_linear
-from eprt.models.hf_config import expect, flatten, integer, model_dtype, num_layers
+from eprt.models.formats import ExpertNames, load_experts, load_linear, require_whole_blocks
+from eprt.models.hf_config import expect, flatten, integer, model_dtype, num_layers, where
 from eprt.models.schemes import scheme_of
 from eprt.models.shards import require_finite
 from eprt.placement import ExpertShard
@@ -81,6 +81,14 @@ class ModelFamily(ABC):
         names = self.expert_names(checkpoint, self.block(checkpoint, layer))
         scheme = scheme_of(self.text_config(checkpoint.config), self.expert_modules(layer), config.num_experts)
         return load_experts(checkpoint, names, config, shard, scheme)
+
+    def require_whole_blocks(self, hf: dict[str, Any], layer: int, moe_tp_size: int) -> None:
+        """Raises ConfigError where `load_experts` would, as blocks that share a scale would be cut. A family that reads
+        experts by itself isn't asked (gpt-oss: loaders of vLLM and SGLang cut it beside blocks, and pad)."""
+        if type(self).load_experts is not ModelFamily.load_experts:
+            return
+        scheme = scheme_of(self.text_config(hf), self.expert_modules(layer))
+        require_whole_blocks(scheme, self.moe_config(hf, layer), moe_tp_size, where(hf))
 
     def expert_names(self, checkpoint: Checkpoint, block: str) -> ExpertNames:
         """Returns the names of the experts' tensors in this block of the checkpoint."""

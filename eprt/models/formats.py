@@ -106,6 +106,15 @@ def load_experts(
     return weights
 
 
+def require_whole_blocks(scheme: Scheme, config: MoEConfig, moe_tp_size: int, where: str) -> None:
+    """Raises ConfigError, as reading the files would, where MoE-TP ranks or the matrices' own ends cut scale blocks."""
+    H, I = config.hidden_size, config.intermediate_size
+    for field in stored_as(scheme).fields if I % moe_tp_size == 0 else ():
+        for block in (field.rows, field.cols) if field.rows else ():
+            _entries(slice(0, H), H, block, where, field.rows == field.cols)
+            _entries(slice(0, I // moe_tp_size), I, block, where, field.rows == field.cols)
+
+
 @dataclass(frozen=True)
 class Extent:
     """The part of a matrix that a rank reads: `rows` and `cols` of one of `size` rows and columns."""

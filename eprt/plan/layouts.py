@@ -6,7 +6,7 @@ weights, the dispatcher's buffers. Attention, KV cache and dense layers are left
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
@@ -50,16 +50,21 @@ class ParallelLayout:
 
 
 def layouts(
-    kinds: Sequence[tuple[MoEConfig, int]], parallel: ParallelConfig, runtime: RuntimeConfig, device: Device
+    kinds: Sequence[tuple[MoEConfig, int]],
+    parallel: ParallelConfig,
+    runtime: RuntimeConfig,
+    device: Device,
+    check: Callable[[ParallelConfig], object] = lambda way: None,
 ) -> list[ParallelLayout]:
     """Returns every way of this world, the fastest that fits first.
 
     Args:
         kinds: the model's kinds of MoE layers, and how many layers there are of each.
         parallel: the world; its own MoE-TP is one of the ways.
+        check: raises EprtError for a way in which the checkpoint can't be read.
     """
     found = [
-        _judged(ParallelLayout(name, way, parallel.world_size // way.world_size), kinds, runtime, device)
+        _judged(ParallelLayout(name, way, parallel.world_size // way.world_size), kinds, runtime, device, check)
         for name, way in _ways(parallel).items()
     ]
     return sorted(found, key=lambda way: (bool(way.refused), way.fits is False, -(way.tokens_per_s or 0.0)))
@@ -87,10 +92,15 @@ def _ways(parallel: ParallelConfig) -> dict[str, ParallelConfig]:
 
 
 def _judged(
-    layout: ParallelLayout, kinds: Sequence[tuple[MoEConfig, int]], runtime: RuntimeConfig, device: Device
+    layout: ParallelLayout,
+    kinds: Sequence[tuple[MoEConfig, int]],
+    runtime: RuntimeConfig,
+    device: Device,
+    check: Callable[[ParallelConfig], object],
 ) -> ParallelLayout:
     way, machine = layout.parallel, machine_of(device)
     try:
+        check(way)
         plans = tuple(make_plan(config, way, runtime, device) for config, _ in kinds)
     except EprtError as error:
         return replace(layout, refused=str(error).splitlines()[0].removesuffix(":"))

@@ -197,6 +197,34 @@ def test_a_faster_layout_is_named_whatever_the_attention(moe_tp: int, says: str,
         assert ("is the fastest" in found) == bool(says)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "world", "moe_tp", "says"),
+    [
+        (256, 4, 4, "[0, 64) of 256 cuts a scale block of 128; choose a moe_tp_size that keeps blocks whole"),
+        (320, 2, 1, "320 rows or columns, by the config, are no multiple of its blocks of 128"),
+        (256, 4, 2, ""),
+    ],
+)
+def test_what_the_files_could_not_be_cut_into_is_refused(
+    tmp_path: Path, hidden: int, world: int, moe_tp: int, says: str, capsys
+) -> None:
+    """As `load_layer` would refuse it."""
+    quant = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": 256}
+    hf = MODELS["Qwen3-30B-A3B"] | sizes | {"quantization_config": quant}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    words = ["--world", str(world), "--ranks-per-host", "1" if says else "4", "--device", "sm90"]
+    refused = main(["explain", "--model", str(tmp_path), *words, "--moe-tp", str(moe_tp)])
+    told = capsys.readouterr()
+    assert refused == (2 if says else 0)
+    assert f"eprt: ConfigError: {tmp_path}/config.json: {says}" in told.err if says else not told.err
+    if not says:  # a layout that was not asked for
+        row = next(line for line in told.out.splitlines() if line.startswith("EP 1 x MoE-TP 4"))
+        assert "[0, 64) of 256 cuts a scale block of 128" in row
+        gpt_oss = ["explain", "--model", "gpt-oss-120b", "--world", "4", "--moe-tp", "4", "--device", "sm90"]
+        assert main(gpt_oss) == 0  # 720 of 2880: loaders of vLLM and SGLang pad it
+
+
 def test_no_pair_is_drawn_below_the_floor() -> None:
     config = kinds_of_layers(model_config("gpt-oss-120b"))[0][0]
     for parallel in (ParallelConfig(4), ParallelConfig(32, ranks_per_host=8)):
