@@ -379,7 +379,7 @@ def _format_of(checkpoint: Checkpoint, module: str) -> WeightFormat:
     if dtype in ("BF16", "F32"):
         return "bf16" if dtype == "BF16" else "f32"
     if dtype in ("U8", "I8"):
-        return "nvfp4" if "weight_scale_2" in present else "mxfp4"
+        return "nvfp4" if present & {"weight_scale", "weight_scale_2"} else "mxfp4"
     if dtype == "F8_E4M3" and present & {"weight_scale_inv", "scale"}:
         return "fp8_block"
     if dtype == "F8_E4M3" and "weight_scale" in present:
@@ -389,4 +389,5 @@ def _format_of(checkpoint: Checkpoint, module: str) -> WeightFormat:
         if prod(scale.shape) == 1:
             return "fp8_tensor"
         return "fp8_channel" if scale.shape in (rows, (*rows, 1)) else "fp8_block"
-    raise CheckpointError(f"{checkpoint.where(name)} has dtype {dtype} and scales {sorted(present) or 'none'}: unknown")
+    beside = f"F8_E4M3, U8 or I8 with {', '.join(suffixes)} beside it"
+    raise CheckpointError(f"{checkpoint.where(name)} has dtype {dtype}: expected BF16, F32, or {beside}")

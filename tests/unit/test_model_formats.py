@@ -265,3 +265,21 @@ def test_a_last_group_that_is_shorter_is_refused(tmp_path, dialect):
         load_layer(folder, recipe.layer)
     with Checkpoint(folder) as files, pytest.raises(ConfigError, match=rf"shared_experts\.down_proj\..*{said}"):
         load_linear(files, ("model.layers.1.mlp.shared_experts.down_proj",), 128, 192)
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix", "said"),
+    [
+        ("nvfp4", "weight_scale_2", r"down_proj\.weight_scale_2' is missing"),
+        (
+            "fp8_block",
+            "weight_scale_inv",
+            r"down_proj\.weight' has dtype F8_E4M3: expected .*weight_scale_inv.* beside",
+        ),
+    ],
+)
+def test_a_shared_expert_without_its_scale_says_which(tmp_path, format, suffix, said):
+    folder, layer = packed("deepseek_v3", tmp_path / "packed", format)
+    name = f"model.layers.{layer}.mlp.shared_experts.down_proj.{suffix}"
+    with pytest.raises(CheckpointError, match=said):
+        load_layer(edit(folder, tmp_path / "bad", drop=(name,)), layer)
