@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.cases import tiny_families
 from support.cases.model_cases import saved
 from support.cases.packed_checkpoints import PACK, QUANT, edit, pack
 from support.jobs.integration_jobs import IDS, logits_from_files
@@ -17,7 +19,7 @@ from support.jobs.integration_jobs import IDS, logits_from_files
 from eprt.cli import main, run
 from eprt.errors import CheckpointError, ConfigError
 from eprt.models import load_layer
-from eprt.models.checkpoint import QUANT_CONFIG
+from eprt.models.checkpoint import QUANT_CONFIG, SINGLE
 from eprt.world import World
 
 SHORT = ("pack_quantized", "gptq_act_order", "awq", "float_channel")
@@ -101,6 +103,19 @@ def test_what_transformers_cannot_load_or_would_make_up(
     folder = edit(saved("qwen3_moe")[-1]["original"], tmp_path, tensors, config, (drop,))
     with pytest.raises((CheckpointError, ConfigError), match=f"^{folder}.*{said}"):
         load_without_experts(folder)
+
+
+@pytest.mark.parametrize(("end", "refused"), [("slope_rate", False), ("expert_bias", True)])
+def test_a_buffer_is_missed_unless_config_json_gives_it(tmp_path: Path, end: str, refused: bool) -> None:
+    """MiniMax's decays come from its number of heads; a router's bias comes from training alone."""
+    from eprt.integrations.transformers import load_without_experts
+
+    folder = tmp_path / "whole"
+    tiny_families.tiny_model("lfm2_moe" if refused else "minimax").save_pretrained(folder)
+    name = next(name for name in load_file(folder / SINGLE) if name.endswith(end))
+    said = pytest.raises(CheckpointError, match=f"{name} is missing") if refused else nullcontext()
+    with said:
+        load_without_experts(edit(folder, tmp_path / "lacking", drop=(name,)))
 
 
 def test_numbers_that_are_none_outside_of_the_experts(tmp_path: Path) -> None:

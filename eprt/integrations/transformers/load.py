@@ -27,6 +27,7 @@ _PACKED = (".qweight", ".weight_packed")
 # Models whose code transformers has under another name: Kimi-K2's authors give DeepSeek-V3's as theirs, and their own
 # config.json's model_type only tells engines the two apart (docs/deploy_guidance.md beside the checkpoint).
 SAME_MODEL = {"kimi_k2": "deepseek_v3"}
+_CHOOSE = ("bias", "biases")  # buffers of routers; others are computed from config.json (MiniMax's decays)
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scale", "scales")
 _PLAIN = ("BF16", "F32", "F16", "I64", "I32", "BOOL")
 
@@ -108,22 +109,28 @@ def _load(lean: type[Any], directory: Path, config: Any, options: dict[str, Any]
         raise ConfigError(head + _brief(error)) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(head + _brief(error)) from error
-    # Buffers of a quantizer's own layers may begin with numbers that are right (GPTQ's order of columns).
-    held = model.state_dict() if getattr(model, "hf_quantizer", None) is None else dict(model.named_parameters())
-    wrong = [f"{name} is missing" for name in sorted(found["missing_keys"]) if name in held]
-    for name in sorted(found["unexpected_keys"]):
-        module, _, suffix = name.rpartition(".")
-        if suffix in _SCALES and f"{module}.weight" in held:  # transformers casts such a weight
-            wrong.append(f"{name} belongs to a weight that config.json says is plain")
-    for name, shape, expected in () if any_size else sorted(found["mismatched_keys"]):
-        wrong.append(f"{name} has shape {tuple(shape)}, expected {tuple(expected)} by config.json")
-    if wrong:
+    if wrong := _made_up(model, found, any_size):
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise CheckpointError(
             f"{head}{wrong[0]}{more}; it would take wrong numbers: complete the files, or correct config.json (with "
             "its quantization_config)"
         )
     return (model, found) if told else model
+
+
+def _made_up(model: nn.Module, found: dict[str, Any], any_size: bool) -> list[str]:
+    """Returns what transformers filled with numbers of its own, or cast without its scale, by its loading report."""
+    held = dict(model.named_parameters())
+    if getattr(model, "hf_quantizer", None) is None:  # whose layers' buffers may begin with numbers that are right
+        held |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(_CHOOSE)}
+    wrong = [f"{name} is missing" for name in sorted(found["missing_keys"]) if name in held]
+    for name in sorted(found["unexpected_keys"]):
+        module, _, suffix = name.rpartition(".")
+        if suffix in _SCALES and f"{module}.weight" in held:
+            wrong.append(f"{name} belongs to a weight that config.json says is plain")
+    for name, shape, expected in () if any_size else sorted(found["mismatched_keys"]):
+        wrong.append(f"{name} has shape {tuple(shape)}, expected {tuple(expected)} by config.json")
+    return wrong
 
 
 def _brief(error: Exception) -> str:
