@@ -26,6 +26,7 @@ from support.engine_models import (
     experts_by_transformers,
     gemma4_model,
     glm4_model,
+    qwen2_model,
     qwen3_model,
     retrained,
 )
@@ -292,13 +293,17 @@ def test_experts_are_chosen_by_eprt_in_a_gates_place(
     assert (heard & want).total() > 0.9 * want.total()  # bf16 and float32 part where two experts are nearly alike
 
 
-@pytest.mark.parametrize("write", [glm4_model, gemma4_model])
-def test_other_routers_and_activations(write: Callable[[Path], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write", "llm"),
+    [(glm4_model, {}), (gemma4_model, {}), (qwen2_model, {"model_impl": "transformers"})],
+    ids=["glm-4.5", "gemma-4", "qwen2-moe"],
+)
+def test_other_routers_and_activations(write: Callable[[Path], Any], llm: dict[str, Any], tmp_path: Path) -> None:
     """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias that vLLM keeps beside the experts. Gemma 4's
-    experts are of GELU; their weights have a scale for each expert."""
+    experts are of GELU; their weights have a scale for each expert. Qwen2-MoE is transformers' own code inside vLLM."""
     want, lead = by_transformers(write(tmp_path / "model"))
     assert lead > 1e-4  # float32 on both sides, sums in another order
-    tokens, log = serve(tmp_path, tmp_path / "model", "float32", dp=2)
+    tokens, log = serve(tmp_path, tmp_path / "model", "float32", dp=2, **llm)
     assert tokens == want
     assert "2 of 2 MoE layers" in log
 

@@ -200,7 +200,7 @@ def _drafts_itself(args: Any, found: dict[str, Any]) -> bool:
         ]
     )
     itself = draft in (None, args.model_path)
-    name = (found if itself else _model_config(args, draft)).get("architectures", ["no architecture"])[0]
+    [name, *_] = (found if itself else _model_config(args, draft)).get("architectures") or ["no architecture"]
     unread = f"the draft of --speculative-algorithm {algorithm}, {name}, isn't among those whose code was read"
     fall_back([(name not in (MTP if itself else DENSE_DRAFTS), unread)])
     return itself
