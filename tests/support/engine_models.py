@@ -94,6 +94,24 @@ def qwen3_next_model(folder: Path) -> Any:
     return model
 
 
+def qwen3_5_model(folder: Path) -> Any:
+    """Writes a tiny Qwen3.5-MoE in float32, with its vision tower: blocks as those of Qwen3-Next, settings one level
+    deeper."""
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    torch.manual_seed(8)
+    experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "full_attention_interval": 1}
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+    marks = {"image_token_id": 508, "video_token_id": 509, "vision_start_token_id": 510, "vision_end_token_id": 511}
+    text, vision = SIZES | experts | layers | {"dtype": "float32"}, images | {"out_hidden_size": SIZES["hidden_size"]}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, **marks)
+    model = Qwen3_5MoeForConditionalGeneration(config).float().eval()
+    model.generation_config.use_cache = False
+    model.save_pretrained(folder)
+    return model
+
+
 def minimax_model(folder: Path) -> Any:
     """Writes a tiny MiniMax-M2 in float32: sigmoid scores with a bias, norms of queries and keys over all heads."""
     from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM

@@ -272,6 +272,16 @@ def test_a_file_of_its_own_for_quantisation_is_read(qwen3: Path) -> None:
     assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == "experts in mxfp8"
 
 
+def test_a_dtype_may_lie_beside_the_text_models_sizes(qwen3: Path) -> None:
+    config = MODELS["Qwen3.5-397B-A17B"] | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    for dtype, reason in (("bfloat16", ""), ("float32", "experts in float16")):
+        config["text_config"] = config["text_config"] | {"dtype": dtype}
+        (qwen3 / "config.json").write_text(json.dumps(config))
+        found = supported.all_to_all_reason(arguments(model_path=str(qwen3)), {})
+        assert found.startswith(reason)
+        assert bool(found) == bool(reason)
+
+
 def test_gpt_oss_names_no_dtype(qwen3: Path) -> None:
     """SGLang takes bfloat16 around MXFP4."""
     (qwen3 / "config.json").write_text(json.dumps(MODELS["gpt-oss-20b"]))

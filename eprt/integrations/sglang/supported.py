@@ -29,6 +29,7 @@ from eprt.integrations.engine.settings import (
 from eprt.integrations.sglang.parameters import activation_of, interleaved, keeper_of, layout_of, part_of
 from eprt.models import family_for
 from eprt.models.checkpoint import CONFIG, QUANT_CONFIG, read_config
+from eprt.models.hf_config import flatten
 from eprt.models.schemes import scheme_of
 from eprt.support import Device
 
@@ -46,6 +47,7 @@ ARCHITECTURES = (
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # so, too, for the layers of their own that draft tokens
 DENSE_DRAFTS = ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3")
@@ -208,9 +210,9 @@ def _drafts_itself(args: Any, found: dict[str, Any]) -> bool:
 
 def _require_model(args: Any, given: dict[str, Any], found: dict[str, Any]) -> None:
     """Checks that every layer of the model will run: under an all-to-all none can be left to SGLang."""
-    names = found.get("architectures") or ["no architecture"]
-    dialect = (found.get("quantization_config") or {}).get("quant_method", "none")
-    dtype = found.get("dtype", found.get("torch_dtype")) if args.dtype == "auto" else args.dtype
+    names, said = found.get("architectures") or ["no architecture"], flatten(found)
+    dialect = (said.get("quantization_config") or {}).get("quant_method", "none")
+    dtype = said.get("dtype", said.get("torch_dtype")) if args.dtype == "auto" else args.dtype
     # float16 is what SGLang makes of float32, and where no dtype is named.
     half = dtype in ("float16", "half") or (args.dtype == "auto" and dtype in (None, "float32"))
     known = f"isn't among the models whose code was read: {', '.join(ARCHITECTURES)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.functional import rms_norm
@@ -34,6 +35,9 @@ def register() -> None:
     dp_attention.memcpy_triton = _copied  # 0.5.23 has its own for a CPU
     # Imports kernels of linear attention, which the tests' Qwen3-Next hasn't got.
     attention_backend_setup.attn_backend_wrapper = lambda runner, full: full
+    with mock.patch("sglang.srt.utils.is_cpu", return_value=False):  # else it looks for operators of AMX
+        from sglang.srt.models import qwen3_5
+    qwen3_5.fused_sigmoid_mul = _gated_heads
     mxfp4.has_triton_kernels = True  # pads experts as for these kernels, which nobody calls
     # gpt-oss is refused with torch_native's name; SGLang's own backend for CPUs wants AMX.
     ATTENTION_BACKENDS["intel_amx"] = TorchNativeAttnBackend
@@ -47,6 +51,11 @@ def _unpinned(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor) -> None:
     """Adds a shared expert behind its gate to what the routed ones say, for which SGLang has a Triton kernel alone."""
     routed += torch.sigmoid(hidden @ gate)[:, None] * shared
+
+
+def _gated_heads(heads: torch.Tensor, gate: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+    """Multiplies what attention says [T, heads x head_dim] by the sigmoid of its gate, [T, heads, head_dim] or so."""
+    return heads.mul_(torch.sigmoid(gate.reshape(heads.shape)))
 
 
 def _normed(norms: Any, *heads: torch.Tensor) -> list[torch.Tensor]:
