@@ -108,6 +108,17 @@ def test_models_with_a_runner_of_their_own_are_left_to_vllm(
         require_supported(host(), "cuda")
 
 
+@pytest.mark.parametrize("use_ep", [False, True])
+def test_a_model_that_asks_for_partial_sums_once_its_layer_is_made_is_left(
+    monkeypatch: pytest.MonkeyPatch, use_ep: bool
+) -> None:
+    """`models/inkling/nvidia/moe.py`, since 0.26: the runner refuses a kernel that has summed already."""
+    monkeypatch.setitem(sys.modules, "vllm.models.inkling.nvidia.moe", SimpleNamespace())
+    layer = routed(moe__moe_parallel_config=SimpleNamespace(use_ep=use_ep))
+    with pytest.raises(FallsBackToEngine, match="partial outputs") if use_ep else nullcontext():
+        moe_config(layer, named("GptOssMxfp4MoEMethod"))
+
+
 def test_the_batch_invariant_switch_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (False, True):
         monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace(VLLM_BATCH_INVARIANT=value))

@@ -29,6 +29,8 @@ DECODE = "decode_backend"  # there, vLLM's own: DeepSeek-V4.1 and others bind th
 PREPARED = ("sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache", "modelexpress")
 # MoE runners of models (vLLM 0.33: Muse Spark, Kimi K3) that reach into the kernel of vLLM's own methods.
 RUNNERS = re.compile(r"vllm\.models\.\w+\.nvidia\.\w+moe_runner$")
+# Models that sum their layers' partial outputs themselves, and say so once a layer is made.
+SUMMING = re.compile(r"vllm\.models\.inkling\.nvidia\.moe$")
 EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
 
 
@@ -36,7 +38,7 @@ def require_supported(config: Any, device_type: str) -> None:
     """Checks a VllmConfig for what concerns all layers of a model. Raises FallsBackToEngine with the flag that is in
     the way."""
     eplb = config.parallel_config.enable_eplb, "--enable-eplb moves experts between ranks while eprt holds them"
-    runner = own_runner()
+    runner = loaded(RUNNERS)
     owned = bool(runner), f"the model runs its MoE layers itself ({runner}), on the kernel object of vLLM's own methods"
     fall_back([*_reasons(config, device_type), owned, eplb])
 
@@ -81,9 +83,9 @@ def _offloads(offload: Any) -> bool:
     return offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0)
 
 
-def own_runner() -> str:
-    """Returns the module in which the model that is being made has a MoE runner of its own, or ""."""
-    return next((name for name in tuple(sys.modules) if RUNNERS.match(name)), "")
+def loaded(modules: re.Pattern[str]) -> str:
+    """Returns which of some modules of vLLM's models is loaded, or ""; vLLM loads those of the models that it makes."""
+    return next((name for name in tuple(sys.modules) if modules.match(name)), "")
 
 
 def makes_draft() -> bool:
@@ -116,7 +118,7 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     """Returns the number format of experts that eprt can run. Raises FallsBackToEngine for others."""
     moe, placement = layer.moe_config, getattr(layer, "expert_placement_strategy", "linear")
     fused = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
-    sums = moe.skip_final_all_reduce and moe.moe_parallel_config.use_ep
+    sums = moe.moe_parallel_config.use_ep and (moe.skip_final_all_reduce or bool(loaded(SUMMING)))
     reasons = [
         (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
         (moe.num_experts > moe.num_logical_experts, "experts are replicated"),
