@@ -32,7 +32,7 @@ from support.engine_models import (
 )
 from support.ports import free_port
 
-from eprt.integrations.vllm.supported import DECODE, RUNNERS
+from eprt.integrations.vllm.supported import DECODE, RUNNERS, SUMMING
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs under scripts/test_vllm.sh")
@@ -308,14 +308,17 @@ def test_other_routers_and_activations(write: Callable[[Path], Any], llm: dict[s
     assert "2 of 2 MoE layers" in log
 
 
-def test_what_of_vllms_models_asks_for_a_methods_kernel_is_known() -> None:
-    """Such code finds eprt's `Kernel` there, so its model's layers are left to vLLM: by its module or by its option."""
+def test_what_of_vllms_models_reaches_into_a_layer_is_known() -> None:
+    """Such code finds eprt's `Kernel` there, or parameters that were freed, or counts on partial sums, so its model's
+    layers are left to vLLM: by its module or by its option."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     root = Path(str(spec.origin)).parent
-    readers = [path for path in root.glob("models/*/nvidia/**/*.py") if ".moe_kernel" in path.read_text()]
+    reaches = re.compile(r"\.moe_kernel\b|routed_experts\.w(13|2)_weight[,.)]|skip_final_all_reduce = True")
+    paths = (path for path in root.glob("**/models/**/*.py") if not {"amd", "cpu", "xpu"} & {*path.parts})
+    readers = [path for path in paths if reaches.search(path.read_text())]
     names = [".".join(path.relative_to(root.parent).with_suffix("").parts) for path in readers]
-    others = [name for name in names if not RUNNERS.match(name)]
+    others = [name for name in names if not (RUNNERS.match(name) or SUMMING.match(name))]
     decodes = [root / "models" / name.split(".")[2] / "nvidia/specialized_decode/__init__.py" for name in others]
     assert all(f'"{DECODE}"' in path.read_text() for path in decodes), others
 

@@ -96,6 +96,8 @@ def test_flags_under_which_vllm_keeps_every_layer(changes: dict[str, Any], devic
         ("vllm.models.muse_spark.nvidia.muse_moe_runner", True),
         ("vllm.models.kimi_k3.nvidia.latent_moe_runner", True),
         ("vllm.models.kimi_k3.amd.latent_moe_runner", False),
+        ("vllm.models.flint.ops.moe", True),  # 0.33: it reads w13_weight as FlashInfer's kernel has it
+        ("vllm.models.flint.ops.linear", False),
         ("vllm.model_executor.layers.fused_moe.runner.moe_runner", False),
     ],
 )

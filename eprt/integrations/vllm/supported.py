@@ -27,8 +27,9 @@ OPTIONS = "eprt"  # key of `--additional-config`
 DECODE = "decode_backend"  # there, vLLM's own: DeepSeek-V4.1 and others bind the experts' kernels once layers are made
 # `--load-format`s whose experts come as vLLM's own kernels keep them, and aren't prepared again.
 PREPARED = ("sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache", "modelexpress")
-# MoE runners of models (vLLM 0.33: Muse Spark, Kimi K3) that reach into the kernel of vLLM's own methods.
-RUNNERS = re.compile(r"vllm\.models\.\w+\.nvidia\.\w+moe_runner$")
+# MoE runners of models (vLLM 0.33: Muse Spark, Kimi K3) that reach into the kernel of vLLM's own methods, and decode
+# kernels (Flint's) that read the experts as one of those keeps them.
+RUNNERS = re.compile(r"vllm\.models\.(\w+\.nvidia\.\w+moe_runner|flint\.ops\.moe)$")
 # Models that sum their layers' partial outputs themselves, and say so once a layer is made.
 SUMMING = re.compile(r"vllm\.models\.inkling\.nvidia\.moe$")
 EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
@@ -39,7 +40,7 @@ def require_supported(config: Any, device_type: str) -> None:
     the way."""
     eplb = config.parallel_config.enable_eplb, "--enable-eplb moves experts between ranks while eprt holds them"
     runner = loaded(RUNNERS)
-    owned = bool(runner), f"the model runs its MoE layers itself ({runner}), on the kernel object of vLLM's own methods"
+    owned = bool(runner), f"the model runs its MoE layers itself ({runner}), on what vLLM's own methods keep"
     fall_back([*_reasons(config, device_type), owned, eplb])
 
 
