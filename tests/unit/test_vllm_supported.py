@@ -227,6 +227,13 @@ def test_parts_of_tensor_parallelism_keep_scales_whole(ranks: int, part: int, wh
             moe_config(layer, named("Mxfp4MoEMethod"))
 
 
+def test_packed_experts_that_vllm_quantises_anew_are_left() -> None:
+    """`online/requantization.py` of vLLM 0.33: the parameters are those of the checkpoint's method."""
+    method = named("Fp8PerBlockOnlineMoEMethod", requantization_source=named("ModelOptNvFp4FusedMoE"))
+    with pytest.raises(FallsBackToEngine, match="kept by ModelOptNvFp4FusedMoE and quantised anew"):
+        moe_config(routed(), method)
+
+
 def test_fp8_blocks_over_alternating_rows_are_left() -> None:
     with pytest.raises(FallsBackToEngine, match="alternate"):
         moe_config(routed(), named("Fp8MoEMethod", weight_block_size=[128, 128]))

@@ -130,6 +130,8 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (sums, "the model sums this layer's partial outputs itself"),
     ]
     fall_back(reasons)
+    source = type(getattr(method, "requantization_source", None)).__name__
+    fall_back([(source != "NoneType", f"experts that are kept by {source} and quantised anew when they are loaded")])
     part = whole_part(method, moe.intermediate_size_per_partition)
     layout = layout_of(method)
     found = layout.weight_format(method, part, layer.params_dtype)
