@@ -52,6 +52,10 @@ def offload(gigabytes: float = 0.0, group: int = 0) -> dict[str, Any]:
     return {"offload_config": SimpleNamespace(**sizes)}
 
 
+def nixl(ranks: int) -> dict[str, Any]:
+    return {"parallel_config__all2all_backend": "nixl_ep", "parallel_config__data_parallel_size": ranks}
+
+
 @pytest.mark.parametrize(
     ("changes", "device"),
     [
@@ -60,6 +64,7 @@ def offload(gigabytes: float = 0.0, group: int = 0) -> dict[str, Any]:
         (lora("q_proj", "v_proj"), "cuda"),  # of attention alone
         (lora("qkv_proj", "o_proj"), "cuda"),
         (offload(), "cuda"),
+        (nixl(ranks=1), "cuda"),
     ],
 )
 def test_a_plain_host_is_welcome(changes: dict[str, Any], device: str) -> None:
@@ -76,6 +81,8 @@ TARGETS = "--enable-lora: .*--lora-target-modules that names projections of atte
         ({"parallel_config__use_ubatching": True}, "cuda", "--enable-dbo"),
         ({"load_config__load_format": "ipc_cache"}, "cuda", "--load-format ipc_cache"),
         ({"parallel_config__enable_elastic_ep": True}, "cuda", "--enable-elastic-ep"),
+        ({"parallel_config__enable_fault_tolerance": True}, "cuda", "--enable-fault-tolerance"),  # since 0.32
+        (nixl(ranks=2), "cuda", "--all2all-backend nixl_ep"),
         ({"additional_config": {"decode_backend": "latency_specialized"}}, "cuda", "decode_backend"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "cuda", "--prefill-context-parallel-size"),
         *(({"lora_config": object()} | given, "cuda", TARGETS) for given in ({}, lora(), lora("experts"))),

@@ -32,6 +32,7 @@ PREPARED = ("sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache"
 RUNNERS = re.compile(r"vllm\.models\.(\w+\.nvidia\.\w+moe_runner|flint\.ops\.moe)$")
 # Models that sum their layers' partial outputs themselves, and say so once a layer is made.
 SUMMING = re.compile(r"vllm\.models\.inkling\.nvidia\.moe$")
+FAULT_TOLERANT = "nixl_ep"  # an all-to-all of vLLM's that is so without a flag
 EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
 
 
@@ -68,6 +69,12 @@ def _reasons(config: Any, device_type: str) -> list[tuple[bool, str]]:
             "--cpu-offload-gb, --offload-group-size: eprt would hold on the GPU what they keep on the CPU",
         ),
         (flags.enable_elastic_ep, "--enable-elastic-ep changes the ranks of a running engine"),
+        (
+            getattr(flags, "enable_fault_tolerance", False)
+            or (flags.all2all_backend == FAULT_TOLERANT and flags.data_parallel_size > 1),
+            f"--enable-fault-tolerance, --all2all-backend {FAULT_TOLERANT}: vLLM asks its own all-to-all after each "
+            "step which ranks are lost; another --all2all-backend leaves the layers to eprt",
+        ),
         (
             flags.prefill_context_parallel_size > 1,
             "--prefill-context-parallel-size splits tokens in a way that eprt isn't told",

@@ -225,7 +225,12 @@ def host(**changes: Any) -> Any:
     """A VllmConfig as far as the plugin reads it; `changes` are `section.field` with dots as two underscores."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
-            enable_eplb=False, use_ubatching=False, enable_elastic_ep=False, prefill_context_parallel_size=1
+            enable_eplb=False,
+            use_ubatching=False,
+            enable_elastic_ep=False,
+            prefill_context_parallel_size=1,
+            all2all_backend="allgather_reducescatter",
+            data_parallel_size=1,
         ),
         model_config=SimpleNamespace(enforce_eager=False, enable_sleep_mode=False),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
