@@ -25,6 +25,7 @@ from eprt.integrations.vllm.supported import (
     captures_graphs,
     gathered_ranks,
     moe_config,
+    require_lost_in_sleep,
     require_supported,
     runtime_config,
 )
@@ -126,6 +127,22 @@ def test_a_model_that_asks_for_partial_sums_once_its_layer_is_made_is_left(
     layer = routed(moe__moe_parallel_config=SimpleNamespace(use_ep=use_ep))
     with pytest.raises(FallsBackToEngine, match="partial outputs") if use_ep else nullcontext():
         moe_config(layer, named("GptOssMxfp4MoEMethod"))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "draft", "left"),
+    [([], False, False), (["*.engram.*"], False, False), (["*.experts.*"], False, True), (["draft.*"], False, False),
+     (["draft.*"], True, True), (["draft.*norm*"], True, False)],
+)  # fmt: skip
+def test_experts_that_sleep_is_to_keep_are_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, patterns: list[str], draft: bool, left: bool
+) -> None:
+    """`v1/worker/gpu_worker.py` since 0.32 copies what its parameters hold, and back when it wakes up."""
+    monkeypatch.setitem(sys.modules, "vllm.compilation.backends", SimpleNamespace(model_tag="eagle_head" * draft))
+    given = host(model_config__sleep_preserve_parameter_names=patterns)
+    with pytest.raises(FallsBackToEngine, match="--sleep-preserve-parameter-names") if left else nullcontext():
+        require_lost_in_sleep("model.layers.3.mlp.experts", given)
+    require_lost_in_sleep("model.layers.3.mlp.experts", host())  # 0.26 has no such names
 
 
 def test_the_batch_invariant_switch_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:

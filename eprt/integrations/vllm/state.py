@@ -20,6 +20,7 @@ from eprt.integrations.vllm.supported import (
     left_whole,
     makes_draft,
     options_of,
+    require_lost_in_sleep,
     require_supported,
     runtime_config,
 )
@@ -86,6 +87,7 @@ class PluginState(EngineState):
 
         watch_worker(self)
         current, sharing = _current(), sharing_of(moe)
+        require_lost_in_sleep(name, current)
         tp_size = 1 if sharing == "local" else get_tp_group().world_size
         runtime = runtime_config(current, tp_size, gathered_ranks(moe))
         return self.bind_layer(name, config, sharing, moe.tp_size, runtime, captured=captures_graphs(current))

@@ -5,12 +5,14 @@ The decisions read only vLLM's configuration. It is the same on every rank, so e
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import sys
 from typing import Any
 
 from eprt.config import MoEConfig, RuntimeConfig, WeightFormat
 from eprt.integrations.engine.balancing import BalanceConfig
+from eprt.integrations.engine.reloading import MATRICES
 from eprt.integrations.engine.settings import (
     ADAPTERS,
     SCALE_BLOCK,
@@ -94,6 +96,15 @@ def _offloads(offload: Any) -> bool:
 def loaded(modules: re.Pattern[str]) -> str:
     """Returns which of some modules of vLLM's models is loaded, or ""; vLLM loads those of the models that it makes."""
     return next((name for name in tuple(sys.modules) if modules.match(name)), "")
+
+
+def require_lost_in_sleep(name: str, config: Any) -> None:
+    """Checks that a layer's experts aren't among the parameters that vLLM keeps in sleep level 2 (since 0.32): it
+    copies what the parameters hold, of eprt's nothing. Raises FallsBackToEngine."""
+    patterns = getattr(config.model_config, "sleep_preserve_parameter_names", None) or ()
+    own = ("draft." if makes_draft() else "") + name + ".routed_experts."
+    kept = any(fnmatch.filter([own + part + end for part in ("w13", "w2") for end in MATRICES], p) for p in patterns)
+    fall_back([(kept, "--sleep-preserve-parameter-names names experts")])
 
 
 def makes_draft() -> bool:
