@@ -175,7 +175,14 @@ def run(layer: ExpertParallelMoE, hidden: torch.Tensor, topk: TopK, tokens_per_r
     return layer(hidden, topk, tokens_per_rank=tokens_per_rank)
 
 
-def ids_of(topk_ids: torch.Tensor, num_experts: int, padding: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns ids in int32; rows that `padding` [T] marks get `num_experts`, which is sent to no expert."""
+def ids_of(
+    topk_ids: torch.Tensor, num_experts: int, padding: torch.Tensor | None = None, *, signed: bool = False
+) -> torch.Tensor:
+    """Returns ids in int32; rows that `padding` [T] marks get `num_experts`, which is sent to no expert.
+
+    Args:
+        signed: ids may be -1, which is sent to no expert either.
+    """
     ids = topk_ids.to(torch.int32)
+    ids = ids.remainder(num_experts + 1) if signed else ids
     return ids if padding is None else ids.masked_fill(padding[: ids.shape[0], None], num_experts)

@@ -17,7 +17,7 @@ from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.bound import BoundLayer, adopted, ids_of, run
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.vllm.parameters import INTERLEAVED, layout_of
-from eprt.integrations.vllm.routing import padding_of
+from eprt.integrations.vllm.routing import marks_padding, padding_of
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import gathered_ranks, moe_config, whole_part
 from eprt.rounding import ceil_div
@@ -161,6 +161,10 @@ class EprtMoEMethod:
     def padding(self) -> Callable[[], torch.Tensor | None] | None:
         return padding_of(self)
 
+    @functools.cached_property
+    def signed(self) -> bool:
+        return self.padding is None and marks_padding()
+
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any) -> tuple[int, int]:
         """Rounds up to whole scales alone: executors pad on their own."""
         return hidden_size, whole_part(self, intermediate_size_per_partition)
@@ -193,8 +197,10 @@ class EprtMoEMethod:
         from vllm.forward_context import get_forward_context
 
         built = self.eprt.ready()
-        marked = self.padding if built.router is None else None  # eprt's own choice has left padding out
-        ids = ids_of(topk_ids, built.config.num_experts, None if marked is None else marked())
+        theirs = built.router is None  # eprt's own choice has left padding out
+        marked = self.padding if theirs else None
+        signed = theirs and self.signed
+        ids = ids_of(topk_ids, built.config.num_experts, None if marked is None else marked(), signed=signed)
         counts = get_forward_context().dp_metadata if self.eprt.binding.expert_parallel else None
         rows = tokens_per_rank(counts, x.shape[0], self.moe.sp_size)
         return run(built, x, TopK(ids, topk_weights.float()), rows)

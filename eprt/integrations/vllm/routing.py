@@ -54,12 +54,20 @@ def padding_of(method: Any) -> Callable[[], torch.Tensor | None] | None:
     """Returns what finds the mask of tokens that nobody reads, which vLLM has since 0.32: its own routers leave them
     out, too. It marks no sequence-parallel layer's rows and none of other ranks, and isn't kept up where vLLM's switch
     for it is off."""
-    off = not getattr(sys.modules.get("vllm.envs"), "VLLM_MOE_SKIP_PADDING", True)
-    if off or method.moe.is_sequence_parallel or gathered_ranks(method.moe) > 1:
+    if method.moe.is_sequence_parallel or gathered_ranks(method.moe) > 1 or not marks_padding():
         return None
-    from vllm.forward_context import ForwardContext, get_forward_context
+    from vllm.forward_context import get_forward_context
 
     def marked() -> torch.Tensor | None:
         return get_forward_context().is_padding
 
-    return marked if "is_padding" in ForwardContext.__dataclass_fields__ else None
+    return marked
+
+
+def marks_padding() -> bool:
+    """Returns whether vLLM has that mask, by which some of its routers give tokens the id -1."""
+    if not getattr(sys.modules.get("vllm.envs"), "VLLM_MOE_SKIP_PADDING", True):
+        return False
+    from vllm.forward_context import ForwardContext
+
+    return "is_padding" in ForwardContext.__dataclass_fields__

@@ -111,6 +111,11 @@ def two_layers(context: Any) -> dict[str, Any]:
         found["warm"] = (len(vllm.state.cold), vllm.state.worlds["same tokens"].warm)
         vllm.context.is_padding = torch.arange(16) >= 1  # all but the first row
         found["padded"] = applied(layers[0], context.rank)
+        split = made(vllm, context, "layers.4", is_sequence_parallel=True)
+        split.quant_method.process_weights_after_loading(split)
+        hidden, weights, ids = tokens(context.rank)
+        ids[1:] = -1  # `router/fused_topk_router.py` since vLLM 0.32 goes by the mask in such layers, too
+        found["split"] = split.quant_method.apply(split, hidden, weights, ids, None, None).float()
         vllm.context.is_padding = torch.ones(16, dtype=torch.bool)  # left from a capture, where vLLM keeps none up
         with mock.patch.dict(sys.modules, {"vllm.envs": SimpleNamespace(VLLM_MOE_SKIP_PADDING=False)}):
             found["outputs"].append(applied(loaded(vllm, context, "layers.2", 2), context.rank))

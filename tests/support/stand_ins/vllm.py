@@ -250,7 +250,15 @@ def host(**changes: Any) -> Any:
 
 
 def moe_config(
-    num_experts: int, top_k: int, hidden: int, intermediate: int, ranks: int, *, use_ep: bool = True, dp_size: int = 1
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    ranks: int,
+    *,
+    use_ep: bool = True,
+    dp_size: int = 1,
+    is_sequence_parallel: bool = False,
 ) -> Any:
     """A FusedMoEConfig; without expert parallelism each of the ranks has its part of `intermediate`."""
     tp_size = 1 if use_ep else ranks
@@ -260,7 +268,7 @@ def moe_config(
         ep_size=ranks if use_ep else 1,
         tp_size=tp_size,
         sp_size=1,
-        is_sequence_parallel=False,
+        is_sequence_parallel=is_sequence_parallel,
         experts_per_token=top_k,
         hidden_dim=hidden,
         intermediate_size_per_partition=intermediate // tp_size,
