@@ -50,8 +50,9 @@ class Received:
             self._parts[expert].add((parameter, shard))
 
     def of(self, parameter: str) -> bool:
-        """Returns whether anything of this parameter was loaded."""
-        return any(name == parameter for parts in self._parts.values() for name, _ in parts)
+        """Returns whether anything of this parameter was loaded, for all that is known: nothing is noted of what an
+        engine writes past the loaders."""
+        return not self._parts or any(name == parameter for parts in self._parts.values() for name, _ in parts)
 
     def experts(self) -> list[int]:
         """Returns the local experts of which all parts came, in order.
