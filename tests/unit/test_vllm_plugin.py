@@ -258,6 +258,16 @@ def test_vllms_own_flag_becomes_eprts(caplog: pytest.LogCaptureFixture) -> None:
             assert vars(state.balancing.config) == eplb
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_a_memory_plan_of_vllms_own_experts_is_not_eprts(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    """vLLM keeps one a configuration (`v1/worker/startup_plan.py`), in whose hash no plugin is."""
+    monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace(VLLM_ENABLE_STARTUP_PLAN=on))
+    config = host(device_config=SimpleNamespace(device_type="cuda"), additional_config={"eprt": {"strict": True}})
+    PluginState().begin(config)
+    assert (config.additional_config != {"eprt": {"strict": True}}) == on
+    assert config.additional_config["eprt"] == {"strict": True}
+
+
 def test_the_next_engine_of_a_process_reads_its_placement_file_again(tmp_path: Path) -> None:
     path, state, parallel = tmp_path / "p.json", PluginState(), ParallelConfig(2)
     for slots in ((3, 2, 1, 0), (0, 2, 1, 3)):

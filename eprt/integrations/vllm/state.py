@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+import eprt
 from eprt.config import MoEConfig
 from eprt.integrations.engine.balancing import BalanceConfig, Balancing
 from eprt.integrations.engine.ranks import world_alone, world_of
@@ -26,6 +28,8 @@ from eprt.integrations.vllm.supported import (
 )
 from eprt.integrations.vllm.worker import watch_worker
 from eprt.world import World
+
+MEMORY = "eprt_memory"  # in `additional_config`
 
 
 @dataclass
@@ -58,6 +62,9 @@ class PluginState(EngineState):
         """Begins an engine with a VllmConfig: what an earlier one of this process had is forgotten. Raises
         ConfigError."""
         self.forget()
+        if getattr(sys.modules.get("vllm.envs"), "VLLM_ENABLE_STARTUP_PLAN", False):
+            # vLLM keeps its plan of memory under the configuration's hash; its own experts take other memory.
+            config.additional_config = {**(config.additional_config or {}), MEMORY: eprt.__version__}
         self.take_over_balancing(config)
 
     def take_over_balancing(self, config: Any) -> None:
