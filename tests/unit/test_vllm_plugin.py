@@ -279,11 +279,17 @@ def test_the_next_engine_of_a_process_reads_its_placement_file_again(tmp_path: P
 
 @pytest.mark.parametrize(("dense", "dp_size"), [(False, 1), (True, 1), (False, 2)])
 def test_ranks_without_expert_parallelism_compute_parts_of_the_sum(pools, dense: bool, dp_size: int) -> None:
-    """Also as the draft of a dense model, beside which vLLM makes no EP group, and of tokens that vLLM gathered."""
+    """Also as the draft of a dense model, beside which vLLM makes no EP group. Each data-parallel rank gets the sums of
+    its own tokens, which vLLM's router has seen alone: vLLM's mask of padding is theirs."""
     found = pools(2).run(jobs.tensor_parallel, dense=dense, dp_size=dp_size)
-    close(found[0]["output"] + found[1]["output"], wanted(0, 0))
-    assert not torch.equal(found[0]["output"], found[1]["output"])
+    sums = [rank["output"] for rank in found] if dp_size > 1 else [found[0]["output"] + found[1]["output"]]
+    for rank, whole in enumerate(sums):
+        close(whole, wanted(0, rank))
     for rank in found:
+        assert rank["output"][0].any()
+        assert not rank["padded"][1:].any()
+        assert torch.equal(rank["padded"][0], rank["output"][0])
+        assert rank["internal"]
         assert (rank["reduced"], rank["ranks"]) == (False, [1])
         assert "on one of 2 ranks whose outputs are summed: none + " in rank["line"]
 

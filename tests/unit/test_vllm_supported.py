@@ -164,17 +164,18 @@ def test_capacity_is_vllms_own_limit() -> None:
 
 
 @pytest.mark.parametrize(("use_ep", "dp_size", "ranks"), [(True, 2, 1), (False, 1, 1), (False, 2, 2)])
-def test_padding_is_unmarked_in_tokens_of_other_ranks(
-    monkeypatch: pytest.MonkeyPatch, use_ep: bool, dp_size: int, ranks: int
+@pytest.mark.parametrize("split", [False, True])
+def test_padding_is_unmarked_in_sequence_parallel_layers(
+    monkeypatch: pytest.MonkeyPatch, use_ep: bool, dp_size: int, ranks: int, split: bool
 ) -> None:
-    """vLLM's mask is of a rank's own tokens; it gathers those of all where each has a part of every expert."""
+    """vLLM's mask is of a rank's tokens before they are split, or of its part, as the model likes."""
     context = make_dataclass("ForwardContext", ["is_padding"])
     forward = SimpleNamespace(ForwardContext=context, get_forward_context=lambda: context(None))
     monkeypatch.setitem(sys.modules, "vllm.forward_context", forward)
     parallel = SimpleNamespace(use_ep=use_ep, dp_size=dp_size)
-    moe = SimpleNamespace(is_sequence_parallel=False, moe_parallel_config=parallel)
+    moe = SimpleNamespace(is_sequence_parallel=split, moe_parallel_config=parallel)
     assert gathered_ranks(moe) == ranks
-    assert (padding_of(SimpleNamespace(moe=moe)) is None) == (ranks > 1)
+    assert (padding_of(SimpleNamespace(moe=moe)) is None) == split
 
 
 def test_options_are_runtime_configs_fields() -> None:

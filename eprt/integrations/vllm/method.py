@@ -112,7 +112,6 @@ def _adopt(state: PluginState, layer: Any, method: Any) -> Any:
     binding = state.bind(layer.layer_name, moe_config(layer, method), layer.moe_config)
     made = adopted(method, EprtMoEMethod, BoundLayer(state, binding))
     made.moe_kernel = Kernel(binding.expert_parallel)
-    made.supports_internal_mk = gathered_ranks(layer.moe_config) == 1  # else vLLM's runner gathers tokens itself
     return made
 
 
@@ -162,6 +161,16 @@ class EprtMoEMethod:
         return padding_of(self)
 
     @functools.cached_property
+    def gathering(self) -> Any:
+        """vLLM's group over which tokens are gathered, and the ranks' parts of their outputs summed; or None. vLLM's
+        runner would gather in front of the router, which sees a mask of its own rank's tokens."""
+        if gathered_ranks(self.moe) == 1:
+            return None
+        from vllm.distributed import get_ep_group
+
+        return get_ep_group()
+
+    @functools.cached_property
     def signed(self) -> bool:
         return self.padding is None and marks_padding()
 
@@ -201,12 +210,13 @@ class EprtMoEMethod:
         marked = self.padding if theirs else None
         signed = theirs and self.signed
         ids = ids_of(topk_ids, built.config.num_experts, None if marked is None else marked(), signed=signed)
+        weights, group = topk_weights.float(), self.gathering
+        if group is not None:
+            x, weights, ids = group.dispatch(x, weights, ids)
         counts = get_forward_context().dp_metadata if self.eprt.binding.expert_parallel else None
         rows = tokens_per_rank(counts, x.shape[0], self.moe.sp_size)
-        return run(built, x, TopK(ids, topk_weights.float()), rows)
-
-    def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
-        """Answers vLLM 0.26, which asks for a kernel of its own where its runner gathers the tokens: there is none."""
+        output = run(built, x, TopK(ids, weights), rows)
+        return output if group is None else group.combine(output)
 
     def apply_monolithic(self, *_: Any, **__: Any) -> torch.Tensor:
         raise UsageError("vLLM asked for a kernel that routes by itself; eprt gets its routing from vLLM's router")

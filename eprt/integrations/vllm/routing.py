@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from eprt.integrations.engine.routing import take_over, unrouted
-from eprt.integrations.vllm.supported import gathered_ranks
 
 # Blocks that call a gate of their own, under this name, and give its logits to the experts as they are.
 _CALL_GATE = {"MLPBlock": "router", "MixtralMoE": "gate", "OlmoeMoE": "gate", "GraniteMoeMoE": "gate"}
@@ -52,9 +51,8 @@ def _take_over(runner: Any, block: nn.Module | None) -> str:
 
 def padding_of(method: Any) -> Callable[[], torch.Tensor | None] | None:
     """Returns what finds the mask of tokens that nobody reads, which vLLM has since 0.32: its own routers leave them
-    out, too. It marks no sequence-parallel layer's rows and none of other ranks, and isn't kept up where vLLM's switch
-    for it is off."""
-    if method.moe.is_sequence_parallel or gathered_ranks(method.moe) > 1 or not marks_padding():
+    out, too. It marks no sequence-parallel layer's rows, and isn't kept up where vLLM's switch for it is off."""
+    if method.moe.is_sequence_parallel or not marks_padding():
         return None
     from vllm.forward_context import get_forward_context
 

@@ -312,8 +312,8 @@ def _lacking(vllm: Any, layer: Any, number: int, without: list[int]) -> dict[str
 
 
 def tensor_parallel(context: Any, *, dense: bool, dp_size: int) -> dict[str, Any]:
-    """Without expert parallelism: this rank's rows of every expert, the same tokens on each rank, partial outputs. Of
-    several data-parallel ranks vLLM gathers the tokens before."""
+    """Without expert parallelism: this rank's rows of every expert, the same tokens on each rank, partial outputs.
+    Data-parallel ranks have tokens of their own, and padding behind the first."""
     with plugin(context, dense=dense) as vllm:
         up, down = experts(0)
         part = slice(context.rank * I // context.size, (context.rank + 1) * I // context.size)
@@ -324,8 +324,13 @@ def tensor_parallel(context: Any, *, dense: bool, dp_size: int) -> dict[str, Any
         layer.quant_method.process_weights_after_loading(layer)
         stand_in.init_modular_kernel(layer.quant_method)
         vllm.context.dp_metadata = None
+        rank = context.rank if dp_size > 1 else 0
+        output = applied(layer, rank)
+        vllm.context.is_padding = torch.arange(16) >= 1
         return {
-            "output": applied(layer, 0),
+            "output": output,
+            "padded": applied(layer, rank),
+            "internal": layer.quant_method.supports_internal_mk,  # else the runner gathers in front of the router
             "reduced": layer.quant_method.moe_kernel.output_is_reduced(),
             "line": describe(vllm.state.bindings, 1),
             "ranks": [world.size for world in vllm.state.worlds.values()],

@@ -214,6 +214,22 @@ def init_modular_kernel(method: Any) -> None:
         assert method.maybe_make_prepare_finalize(routing_tables=None) is None
 
 
+class EpGroup(SimpleNamespace):
+    """`distributed/parallel_state.py`. vLLM's own kernels gather tokens and their choice over it where each rank has a
+    part of every expert, and sum the parts: `prepare_finalize/naive_dp_ep.py`, in all versions."""
+
+    def dispatch(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.cat(self._every(tensor)) for tensor in tensors]
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._every(rows)).sum(0).split(self.tokens)[self.rank_in_group]
+
+    def _every(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        found: list[Any] = [None] * len(self.tokens)
+        dist.all_gather_object(found, tensor)
+        return found
+
+
 def model_of(config: Any, blocks: list[nn.Module]) -> nn.Module:
     """A model as vLLM compiles it: with its VllmConfig beside its layers."""
     model: Any = nn.ModuleList(blocks)
@@ -290,8 +306,12 @@ def installed(config: Any, tokens: list[int], unfit: str = "", *, dense: bool = 
 
     context = SimpleNamespace(dp_metadata=None, is_padding=None)
     context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens, dtype=torch.int32))
-    group = SimpleNamespace(
-        device=torch.device("cpu"), cpu_group=dist.group.WORLD, device_group=None, rank_in_group=dist.get_rank()
+    group = EpGroup(
+        device=torch.device("cpu"),
+        cpu_group=dist.group.WORLD,
+        device_group=None,
+        rank_in_group=dist.get_rank(),
+        tokens=tokens,
     )
     alone = SimpleNamespace(**vars(group) | {"world_size": 1, "cpu_group": None})
     routed = type("RoutedExperts", (RoutedExperts,), {})  # patched here, so fresh each time
