@@ -164,7 +164,7 @@ def test_eprt_carries_tokens_where_each_rank_has_its_own(
     assert supported.runtime_config(args, {}, all_to_all=False).max_tokens_per_rank == 8192
 
 
-MORE = ("enable_eplb", "attn_dp_size")  # arguments that the stand-in lacks
+MORE = ("enable_eplb", "attn_dp_size", "enable_multi_layer_eagle")  # arguments that the stand-in lacks
 DRAFT = {"speculative_algorithm": "eagle3", "speculative_draft_model_path": "draft"}
 
 
@@ -178,6 +178,11 @@ DRAFT = {"speculative_algorithm": "eagle3", "speculative_draft_model_path": "dra
         (DRAFT | {"speculative_moe_a2a_backend": "none"}, {}, "--speculative-moe-a2a-backend none"),
         (DRAFT | {"speculative_moe_runner_backend": "deep_gemm"}, {}, "--speculative-moe-runner-backend deep_gemm"),
         (DRAFT | {"speculative_draft_model_path": "s3://bucket/draft"}, {}, "config.json of s3://bucket/draft can't"),
+        (DRAFT | {"speculative_draft_model_quantization": "awq"}, {}, "--speculative-draft-model-quantization awq"),
+        (DRAFT | {"enable_multi_layer_eagle": True}, {}, "--enable-multi-layer-eagle"),
+        ({"model_impl": "transformers"}, {}, "--model-impl transformers"),
+        ({"json_model_override_args": '{"architectures": ["Other"]}'}, {}, "Other isn't among the models"),
+        ({"json_model_override_args": "{"}, {}, "can't be read"),
         ({"enable_dp_attention": False}, {}, "--enable-dp-attention"),
         ({"enable_dp_attention": False, "attn_dp_size": 4}, {}, "--dp-size 4 isn't --tp-size 2"),
         ({"tp_size": 4, "ep_size": 4}, {}, "--dp-size 2 isn't --tp-size 4"),
@@ -247,6 +252,8 @@ def test_models_that_draft_tokens_themselves(
         found = supported.all_to_all_reason(args, {})
         assert reason in found
         assert bool(reason) == bool(found)
+        args.speculative_algorithm = "EAGLE3"  # whose draft has all experts on each rank
+        assert "isn't among those" in supported.all_to_all_reason(args, {})
 
 
 @pytest.mark.parametrize(
@@ -480,6 +487,7 @@ def test_a_layer_that_is_not_told_its_top_k_has_its_routers() -> None:
         ({"activation": "gelu"}, "gelu"),
         ({"is_gated": False}, "silu without a gate"),
         ({"quant_method": named("AWQMoEMethod")}, "AWQMoEMethod"),
+        ({"reduce_results": True}, "adds up"),
     ],
 )
 def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:

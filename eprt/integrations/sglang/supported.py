@@ -167,11 +167,12 @@ def attention_dp(args: Any) -> int:
 
 def all_to_all_reason(args: Any, given: dict[str, Any]) -> str:
     """Returns why eprt doesn't carry tokens between the ranks of these arguments, or "" where it does."""
-    width = attention_dp(args)
+    width, code = attention_dp(args), args.model_impl
     try:
         fall_back(
             [
                 (given.get(ALL_TO_ALL) is False, f"{VARIABLE} says {ALL_TO_ALL}: false"),
+                (code not in ("auto", "sglang"), f"--model-impl {code}: its blocks add up what ranks' experts say"),
                 (args.pp_size > 1, "--pp-size: each stage of a pipeline has ranks of its own"),
                 (width == 1, "attention isn't data-parallel (--attn-dp-size, or --dp-size and --enable-dp-attention)"),
                 (width != args.tp_size, f"--dp-size {width} isn't --tp-size {args.tp_size}"),
@@ -194,17 +195,24 @@ def _drafts_itself(args: Any, found: dict[str, Any]) -> bool:
         return False
     algorithm, draft = args.speculative_algorithm.upper(), args.speculative_draft_model_path
     exchange, runner = args.speculative_moe_a2a_backend, args.speculative_moe_runner_backend
+    format = args.speculative_draft_model_quantization
     fall_back(
         [
             (algorithm not in ("EAGLE", "EAGLE3", "NEXTN"), f"--speculative-algorithm {algorithm}: its code is unread"),
+            (getattr(args, "enable_multi_layer_eagle", False), "--enable-multi-layer-eagle: its code is unread"),
             (exchange not in (None, CARRIED), f"--speculative-moe-a2a-backend {exchange} carries the draft's tokens"),
             (runner not in (None, *RUNNERS), f"--speculative-moe-runner-backend {runner} runs the draft"),
+            (
+                format not in (None, "unquant"),
+                f"--speculative-draft-model-quantization {format} makes the format of the draft's experts",
+            ),
         ]
     )
     itself = draft in (None, args.model_path)
     [name, *_] = (found if itself else _model_config(args, draft)).get("architectures") or ["no architecture"]
     unread = f"the draft of --speculative-algorithm {algorithm}, {name}, isn't among those whose code was read"
-    fall_back([(name not in (MTP if itself else DENSE_DRAFTS), unread)])
+    alone = itself and algorithm == "EAGLE3"  # SGLang gives its draft's experts to each rank whole
+    fall_back([(alone or name not in (MTP if itself else DENSE_DRAFTS), unread)])
     return itself
 
 
@@ -250,8 +258,8 @@ def _require_model(args: Any, given: dict[str, Any], found: dict[str, Any]) -> N
 
 
 def _model_config(args: Any, draft: str | None = None) -> dict[str, Any]:
-    """Returns config.json of the model, or of its draft, with hf_quant_config.json merged in. Raises FallsBackToEngine:
-    it has none (a GGUF file, a bucket's address)."""
+    """Returns config.json of the model, or of its draft, with hf_quant_config.json and `--json-model-override-args`
+    merged in. Raises FallsBackToEngine: it has none (a GGUF file, a bucket's address)."""
     from transformers.utils import cached_file
 
     absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -259,8 +267,8 @@ def _model_config(args: Any, draft: str | None = None) -> dict[str, Any]:
     try:
         path: Any = cached_file(model, CONFIG, revision=revision)
         cached_file(model, QUANT_CONFIG, revision=revision, **absent)  # beside it
-        return read_config(path)
-    except (OSError, CheckpointError) as error:
+        return read_config(path) | json.loads(args.json_model_override_args)
+    except (OSError, ValueError, CheckpointError) as error:
         raise FallsBackToEngine(f"{CONFIG} of {model} can't be read: {error}") from error
 
 
@@ -281,6 +289,7 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
             (getattr(layer, "is_shared_fused_moe", False), "its experts are shared ones"),
             (getattr(method, "load_up_proj_weight_first", False), "rows of up are loaded before the gate's"),
             (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
+            (all_to_all and layer.reduce_results, "SGLang adds up what the ranks' layers say"),
         ]
     )
     part, top_k = part_of(layer), layer.top_k or routed or 0

@@ -44,6 +44,9 @@ def arguments(**changes: Any) -> Any:
         speculative_draft_model_revision=None,
         speculative_moe_a2a_backend=None,
         speculative_moe_runner_backend=None,
+        speculative_draft_model_quantization=None,
+        model_impl="auto",
+        json_model_override_args="{}",
         lora_target_modules=None,
     )
     vars(args).update(changes)
@@ -89,6 +92,7 @@ def fused_moe(method: Any, config: Any, **changes: Any) -> Any:
         params_dtype=torch.bfloat16,
         with_bias=True,
         should_fuse_routed_scaling_factor_in_topk=False,
+        reduce_results=False,
     )
     vars(layer).update(changes)
     return layer
