@@ -573,20 +573,17 @@ def test_padding_and_other_ranks_experts_are_sent_to_no_expert() -> None:
     assert known_ids(own, 8, marked=False).data_ptr() == own.data_ptr()  # no kernel in a decode step of one rank
 
 
-def test_experts_that_eprt_holds_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang 0.5.23 asks every module before it sends weights; no version's save would have the experts."""
-    state, layer = SglangState(), oss()
-    layer.named_parameters = lambda **_: []
-    binding = Mock(config=Mock(num_experts=8), world=Mock(parallel=Mock(ep_size=1)), expert_parallel=False)
-    monkeypatch.setattr(state, "bind", lambda _: binding)
-    hooks._layer_made(state, None, layer)
-    assert "eprt holds the experts" in layer._weight_export_error
-    save = Mock()
+def test_experts_that_eprt_holds_are_not_exported() -> None:
+    """A save would lack them; another server would wait for them, or take the freed parameters' zero bytes."""
+    state, save, send = SglangState(), Mock(), Mock()
     hooks._saved(state, save, "scheduler", path="dense")
-    state.bindings.append(binding)
+    hooks._sent(state, send, "exporter", "address", group_name="dense")
+    state.bindings.append(Mock())
     with pytest.raises(UsageError, match="eprt holds the experts"):
         hooks._saved(state, save, "scheduler", path="experts")
     save.assert_called_once_with("scheduler", path="dense")
+    assert hooks._sent(state, send, "exporter", "address", group_name="experts") == (False, hooks.EXPORT)
+    send.assert_called_once_with("exporter", "address", group_name="dense")
 
 
 def test_layers_that_are_left_say_so_once_or_are_errors(

@@ -58,6 +58,9 @@ def install(state: SglangState) -> None:
     register("managers.scheduler.Scheduler.run_event_loop", partial(_served, state))
     for save in ("save_sharded_model", "save_remote_model"):
         register(f"managers.scheduler.Scheduler.{save}", partial(_saved, state))
+    sender = "model_executor.model_runner_components.weight_exporter.WeightExporter."
+    for send in ("init_weights_send_group_for_remote_instance", "send_weights_to_remote_instance"):
+        register(sender + send, partial(_sent, state))
     manager = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
     register(manager + "release_memory_occupation", partial(_released, state))
     register(manager + "resume_memory_occupation", partial(_resumed, state))
@@ -148,7 +151,6 @@ def _layer_made(state: SglangState, _: Any, layer: Any, *args: Any, **kwargs: An
     method, bound = layer.quant_method, BoundLayer(state, binding)
     bound.declared(dict(layer.named_parameters(recurse=False)), layout_of(layer), layer)
     layer.quant_method = adopted(method, EprtFusedMoEMethod, bound)
-    layer._weight_export_error = EXPORT  # which SGLang (since 0.5.23) asks for before it sends weights
     if binding.expert_parallel:
         _keep_sums_whole()
 
@@ -249,6 +251,11 @@ def _saved(state: SglangState, original: Callable[..., None], *args: Any, **kwar
     if state.bindings:
         raise UsageError(EXPORT)
     original(*args, **kwargs)
+
+
+def _sent(state: SglangState, original: Callable[..., tuple[bool, str]], *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Refuses to send a model whose experts are eprt's to another server, which would wait for them."""
+    return (False, EXPORT) if state.bindings else original(*args, **kwargs)
 
 
 def _served(state: SglangState, original: Callable[..., None], scheduler: Any) -> None:
