@@ -125,6 +125,13 @@ FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"offload_group_size": 4}, "--offload-group-size"),
     ({"enable_pdmux": True}, "--enable-pdmux"),
     ({"load_format": "presharded"}, "--load-format presharded"),
+    ({"load_format": "flash_rl"}, "--load-format flash_rl"),
+    ({"speculative_draft_load_format": "sharded_state"}, "--speculative-draft-load-format sharded_state"),
+    (
+        {"remote_instance_weight_loader_start_seed_via_transfer_engine": True},
+        "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+    ),
+    ({"modelopt_quant": "fp8"}, "--modelopt-quant"),
     ({"weight_cache_mode": "client"}, "--weight-cache-mode client"),
     ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap"),
     ({"enable_torch_compile": True}, "--enable-torch-compile"),

@@ -54,9 +54,10 @@ DENSE_DRAFTS = ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3")
 FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
 COMPRESSED = "compressed-tensors"
 DIALECTS = ("none", "fp8", "mxfp4", "modelopt", "modelopt_fp4", COMPRESSED)  # of `quant_method` in config.json
-# `--load-format`s whose experts come as SGLang's own methods leave them, and that keep what these leave.
-PREPARED = ("sharded_state", "presharded", "remote", "remote_instance", "expert_pack")
+# `--load-format`s whose experts come as SGLang's own methods leave them, or that keep what these leave.
+PREPARED = ("sharded_state", "presharded", "remote", "remote_instance", "expert_pack", "flash_rl")
 RUNNERS = ("auto", "triton", "triton_kernel")  # others load weights in an order of their own
+SEED = "remote_instance_weight_loader_start_seed_via_transfer_engine"
 
 
 def options() -> dict[str, Any]:
@@ -78,18 +79,14 @@ def require_supported(args: Any) -> None:
     def has(name: str) -> bool:
         return bool(getattr(args, name, None))
 
-    runner, a2a, loaded = args.moe_runner_backend, args.moe_a2a_backend, getattr(args, "load_format", "auto")
+    a2a, loaded, drafts = args.moe_a2a_backend, getattr(args, "load_format", "auto"), args.speculative_draft_load_format
     device = _device(args)
     mode = getattr(args, "weight_cache_mode", "off")
+    require_runner(args.moe_runner_backend, "--moe-runner-backend")
     fall_back(
         [
             (device not in ("cuda", "cpu"), f"the device is {device}: eprt runs on CUDA, and on CPU for tests"),
             (a2a not in ("none", CARRIED), f"--moe-a2a-backend {a2a} carries the tokens"),
-            (
-                runner not in RUNNERS,  # SGLang's own choice for some models: Nemotron-H, many on Blackwell
-                f"--moe-runner-backend {runner} keeps experts in an order of its own; triton, where SGLang has it for "
-                "them, leaves them to eprt",
-            ),
             (has("enable_eplb") or has("ep_num_redundant_experts"), "--enable-eplb moves experts that eprt holds"),
             (getattr(args, "init_expert_location", "trivial") != "trivial", "--init-expert-location orders experts"),
             (has("enable_two_batch_overlap"), "--enable-two-batch-overlap runs two batches at once through a layer"),
@@ -106,6 +103,12 @@ def require_supported(args: Any) -> None:
             (getattr(args, "offload_group_size", -1) > 0, "--offload-group-size keeps weights on the CPU"),
             (has("enable_pdmux"), "--enable-pdmux runs two batches at once through a layer"),
             (loaded in PREPARED, f"--load-format {loaded} has experts in the order of SGLang's own kernels"),
+            (
+                drafts in PREPARED,
+                f"--speculative-draft-load-format {drafts} has a draft's experts in the order of SGLang's own kernels",
+            ),
+            (has(SEED), f"--{SEED.replace('_', '-')} gives parameters away, and eprt frees the experts'"),
+            (has("modelopt_quant"), "--modelopt-quant quantises and exports parameters, and eprt frees the experts'"),
             (mode != "off", f"--weight-cache-mode {mode} has experts in the order of SGLang's own kernels"),
             (
                 getattr(args, "startup_weight_load_mode", "serial") != "serial",
@@ -118,6 +121,14 @@ def require_supported(args: Any) -> None:
             ),
         ]
     )
+
+
+def require_runner(name: str, flag: str) -> None:
+    """Checks a flag's runner for layers that are made. Raises FallsBackToEngine."""
+    reason = (  # SGLang's own choice for some models: Nemotron-H, many on Blackwell
+        f"{flag} {name} keeps experts in an order of its own; triton, where SGLang has it for them, leaves them to eprt"
+    )
+    fall_back([(name not in RUNNERS, reason)])
 
 
 def _device(args: Any) -> str:

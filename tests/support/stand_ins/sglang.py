@@ -44,6 +44,7 @@ def arguments(**changes: Any) -> Any:
         speculative_draft_model_revision=None,
         speculative_moe_a2a_backend=None,
         speculative_moe_runner_backend=None,
+        speculative_draft_load_format=None,
         speculative_draft_model_quantization=None,
         model_impl="auto",
         json_model_override_args="{}",
