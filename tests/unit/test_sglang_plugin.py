@@ -15,7 +15,7 @@ import torch
 from support.builders import distinct_experts, layer_of
 from support.cases.packed_int4 import QUANT
 from support.cases.vllm_layouts import named
-from support.stand_ins.sglang import GPT_OSS, TopK, arguments, fused_moe, runner_config
+from support.stand_ins.sglang import GPT_OSS, FusedMoE, TopK, arguments, fused_moe, runner_config
 
 from eprt.bench.experts import random_experts
 from eprt.config import Activation, MoEConfig, RuntimeConfig
@@ -500,6 +500,52 @@ def test_a_layer_that_is_not_told_its_top_k_has_its_routers() -> None:
 def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(FallsBackToEngine, match=reason):
         supported.moe_config(oss(**change), all_to_all=True)
+
+
+def test_children_of_sglangs_layer_compute_in_their_own_way() -> None:
+    """Muse Spark's in 0.5.23, whose forward has a norm behind each expert."""
+
+    class MuseSpark1xInt4Experts(FusedMoE):
+        pass
+
+    with pytest.raises(FallsBackToEngine, match="MuseSpark1xInt4Experts"):
+        supported.moe_config(MuseSpark1xInt4Experts(**vars(oss())), all_to_all=False)
+
+
+def test_ids_of_all_ranks_experts_are_not_taken_for_this_ranks() -> None:
+    """In 0.5.23 an NVFP4 layer's own choice on Blackwell keeps them, whatever `--moe-runner-backend` says."""
+    layer = oss(dispatcher=SimpleNamespace(skip_local_expert_mapping=True))
+    with pytest.raises(FallsBackToEngine, match="--moe-runner-backend triton"):
+        supported.moe_config(layer, all_to_all=False)
+    assert supported.moe_config(layer, all_to_all=True) == MXFP4  # eprt's dispatcher is in its place
+    layer.moe_ep_size = 1
+    assert supported.moe_config(layer, all_to_all=False).num_experts == 64
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runner", "reason"),
+    [
+        ("GptOssForCausalLM", "triton_kernel", ""),
+        ("Glm4MoeForCausalLMNextN", "flashinfer_trtllm", "--speculative-moe-runner-backend flashinfer_trtllm"),
+        ("InklingForConditionalGeneration", "auto", "InklingForConditionalGeneration multiplies"),
+    ],
+)
+def test_layers_of_a_model_that_sglang_makes_otherwise(
+    architecture: str, runner: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft's with a runner of their own, which loads up in front of the gate, and those of a model that reads the
+    parameters, which are freed by then."""
+    flags = SimpleNamespace(get_moe_runner_backend=lambda: SimpleNamespace(value=runner))
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe", flags)
+    monkeypatch.setattr("eprt.integrations.sglang.state._arguments", lambda: arguments(**ALONE))
+    monkeypatch.setattr(SglangState, "bind_layer", lambda *_, **__: "bound")
+    state = SglangState()
+    hooks._loading(state, Mock(model_config=Mock(hf_config=Mock(architectures=[architecture]))))
+    if not reason:
+        assert state.bind(oss()) == "bound"
+        return
+    with pytest.raises(FallsBackToEngine, match=reason):
+        state.bind(oss())
 
 
 def test_parts_of_tensor_parallelism_keep_scales_whole() -> None:

@@ -47,7 +47,9 @@ def install(state: SglangState) -> None:
     register(_LAYER + "FusedMoE.__init__", partial(_layer_made, state), HookType.AFTER)
     if state.unfit:
         return  # the layers say so; names elsewhere are not touched
-    register("model_executor.model_runner.ModelRunner.load_model", partial(_loaded, state), HookType.AFTER)
+    loads = "model_executor.model_runner.ModelRunner.load_model"
+    register(loads, partial(_loading, state), HookType.BEFORE)
+    register(loads, partial(_loaded, state), HookType.AFTER)
     resolves = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # the former since 0.5.23
     register(f"server_args.ServerArgs.{resolves}", partial(_arguments_made, state))
     register("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
@@ -178,6 +180,11 @@ def _without_all_reduce(original: Callable[..., Any], block: Any, *args: Any, **
 
     with get_forward().scoped(**{_SUMMED: True}):
         return original(block, *args, **kwargs)
+
+
+def _loading(state: SglangState, runner: Any, *_: Any, **__: Any) -> None:
+    """Notes whose layers are made next."""
+    state.architecture = next(iter(getattr(runner.model_config.hf_config, "architectures", None) or ()), "")
 
 
 def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> None:

@@ -11,17 +11,19 @@ import torch
 
 from eprt.errors import ConfigError
 from eprt.integrations.engine.ranks import POLL_S, world_alone, world_of
-from eprt.integrations.engine.settings import PLACEMENT
+from eprt.integrations.engine.settings import PLACEMENT, fall_back
 from eprt.integrations.engine.sleeping import Kept, address, addresses
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.sglang.supported import (
     ALL_TO_ALL,
     CARRIED,
     EAGER,
+    OWN_KERNELS,
     VARIABLE,
     captures_graphs,
     moe_config,
     options,
+    require_runner,
     require_supported,
     runtime_config,
 )
@@ -35,6 +37,7 @@ class SglangState(EngineState):
     """The state that all layers of one SGLang process share.
 
     Attributes:
+        architecture: the model that is made now, or was made last.
         top_k: experts that a token visits, of the router that was made last.
         lacking: what the log was told last of new weights that came in part, or "".
         kept: what comes back with the memory that SGLang gave away.
@@ -45,6 +48,7 @@ class SglangState(EngineState):
     logger = logging.getLogger("sglang.eprt")
     eager_flag = EAGER
 
+    architecture: str = ""
     top_k: int | None = None
     lacking: str = ""
     kept: Kept = field(default_factory=Kept)
@@ -74,6 +78,9 @@ class SglangState(EngineState):
         self.require_fit()
         args, everywhere = _arguments(), self.all_to_all()
         require_supported(args)
+        require_runner(_runner(), "--speculative-moe-runner-backend")  # the model's passed, a draft's may differ
+        reads = self.architecture in OWN_KERNELS
+        fall_back([(reads, f"{self.architecture} multiplies its experts' parameters itself")])
         config = moe_config(layer, all_to_all=everywhere, routed=self.top_k)
         runtime = runtime_config(args, self.options(), all_to_all=everywhere)
         sharing = "own tokens" if everywhere else "local"
@@ -139,6 +146,13 @@ def _arguments() -> Any:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     return resolved_view(args)
+
+
+def _runner() -> str:
+    """Returns the name of the runner for layers that SGLang makes now."""
+    from sglang.srt.layers.moe import get_moe_runner_backend
+
+    return get_moe_runner_backend().value
 
 
 def _parallel() -> Any:

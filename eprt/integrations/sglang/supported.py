@@ -57,6 +57,8 @@ DIALECTS = ("none", "fp8", "mxfp4", "modelopt", "modelopt_fp4", COMPRESSED)  # o
 # `--load-format`s whose experts come as SGLang's own methods leave them, or that keep what these leave.
 PREPARED = ("sharded_state", "presharded", "remote", "remote_instance", "expert_pack", "flash_rl")
 RUNNERS = ("auto", "triton", "triton_kernel")  # others load weights in an order of their own
+# Models that multiply the parameters of a FusedMoE themselves, or load rows of gate and up in turn and don't say so.
+OWN_KERNELS = ("InklingForConditionalGeneration", "InklingForConditionalGenerationMTP")
 SEED = "remote_instance_weight_loader_start_seed_via_transfer_engine"
 
 
@@ -301,6 +303,11 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
             (getattr(method, "load_up_proj_weight_first", False), "rows of up are loaded before the gate's"),
             (all_to_all and layer.moe_tp_size > 1, f"each expert is cut in {layer.moe_tp_size}"),
             (all_to_all and layer.reduce_results, "SGLang adds up what the ranks' layers say"),
+            (type(layer).__name__ != "FusedMoE", f"{type(layer).__name__} computes in a way of its own"),
+            (
+                not all_to_all and layer.moe_ep_size > 1 and layer.dispatcher.skip_local_expert_mapping,
+                "its runner gets ids of all ranks' experts; --moe-runner-backend triton gets this rank's",
+            ),
         ]
     )
     part, top_k = part_of(layer), layer.top_k or routed or 0

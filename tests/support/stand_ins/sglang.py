@@ -73,9 +73,13 @@ def runner_config(**changes: Any) -> Any:
 GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
 
 
+class FusedMoE(SimpleNamespace):
+    """`layers/moe/fused_moe_triton/layer.py`, what its constructor leaves."""
+
+
 def fused_moe(method: Any, config: Any, **changes: Any) -> Any:
     """A FusedMoE of gpt-oss on one of two expert-parallel ranks."""
-    layer = SimpleNamespace(
+    layer = FusedMoE(
         layer_name="model.layers.0.mlp.experts",
         layer_id=0,
         quant_method=method,
@@ -94,6 +98,7 @@ def fused_moe(method: Any, config: Any, **changes: Any) -> Any:
         with_bias=True,
         should_fuse_routed_scaling_factor_in_topk=False,
         reduce_results=False,
+        dispatcher=SimpleNamespace(skip_local_expert_mapping=False),  # True: ids of all ranks' experts
     )
     vars(layer).update(changes)
     return layer
