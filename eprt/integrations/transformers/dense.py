@@ -36,13 +36,11 @@ def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
             f"{len(found)} of the model's weights are on meta ({found[0]}, ...): load it, with load_without_experts if "
             "its experts don't fit"
         )
-    plain = {name: weight for name, weight in weights.items() if _has_extremes(weight)}
-    bad = torch.stack([torch.aminmax(weight).min.isnan() for weight in plain.values()]).tolist() if plain else []
-    if any(bad):
-        name = next(name for name, is_bad in zip(plain, bad, strict=True) if is_bad)
+    bad = [name for name, w in weights.items() if _has_extremes(w) and torch.aminmax(w).min.isnan()]
+    if bad:
         raise ConfigError(
-            f"{sum(bad)} of the model's weights hold NaN ({name}: {int(plain[name].isnan().sum())} of "
-            f"{plain[name].numel()} numbers): expected none; load whole files"
+            f"{len(bad)} of the model's weights hold NaN ({bad[0]}: {int(weights[bad[0]].isnan().sum())} of "
+            f"{weights[bad[0]].numel()} numbers): expected none; load whole files"
         )
 
 
