@@ -61,7 +61,7 @@ def around_host_groups(context) -> list[object]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for make, names in (
         (lambda: World.from_mesh(mesh, attention_tp_dim="tp", moe_tp_size=2), COORDINATES),
-        (lambda: World.from_mesh(init_device_mesh("cpu", (4,)), timeout_s=5.0), ("rank", "size")),
+        (lambda: World.from_mesh(init_device_mesh("cpu", (4,)), timeout_s=30.0), ("rank", "size")),
         (lambda: World.from_group(None, "cpu"), ("rank", "size")),  # torch's name for its default group
     ):
         with make() as world:
