@@ -74,6 +74,11 @@ class Field:
     optional: bool = False
     transposed: bool = False
 
+    @property
+    def tiles(self) -> bool:
+        """Whether entries cover squares, as FP8's blocks: the last of a row or column may be smaller."""
+        return self.rows == self.cols
+
 
 @dataclass(frozen=True)
 class Claim:

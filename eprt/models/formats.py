@@ -111,8 +111,8 @@ def require_whole_blocks(scheme: Scheme, config: MoEConfig, moe_tp_size: int, wh
     H, I = config.hidden_size, config.intermediate_size
     for field in stored_as(scheme).fields if I % moe_tp_size == 0 else ():
         for block in (field.rows, field.cols) if field.rows else ():
-            _entries(slice(0, H), H, block, where, field.rows == field.cols)
-            _entries(slice(0, I // moe_tp_size), I, block, where, field.rows == field.cols)
+            _entries(slice(0, H), H, block, where, rest=field.tiles)
+            _entries(slice(0, I // moe_tp_size), I, block, where, rest=field.tiles)
 
 
 @dataclass(frozen=True)
@@ -250,9 +250,8 @@ class MatrixReader:
         height, width = extent.size
         if place.chunks > 1 and height % field.rows:
             raise ConfigError(f"{where}: {height} rows of gate end inside a block of {field.rows} that up shares")
-        blocks = field.rows == field.cols  # of FP8, of which the last may be smaller
-        rows = _entries(extent.rows, height, field.rows, where, blocks)
-        cols = _entries(extent.cols, width, field.cols, where, blocks)
+        rows = _entries(extent.rows, height, field.rows, where, rest=field.tiles)
+        cols = _entries(extent.cols, width, field.cols, where, rest=field.tiles)
         entries = ceil_div(height, field.rows)
         index = slice(place.chunk * entries + rows.start, place.chunk * entries + rows.stop), cols
         shape = place.chunks * entries, 1 if field.cols == WHOLE_ROW else ceil_div(width, field.cols)
@@ -285,7 +284,7 @@ def split_alternating(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return rows.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def _entries(take: slice, size: int, block: int, where: str, rest: bool = False) -> slice:
+def _entries(take: slice, size: int, block: int, where: str, *, rest: bool = False) -> slice:
     """Returns a field's entries for matrix rows or columns, of which a `rest` may be left over at the end."""
     if block == WHOLE_ROW:
         return slice(0, 1)

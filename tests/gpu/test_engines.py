@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ import pytest
 import torch
 from support import engine_models
 from support.ports import free_port
+from support.processes import run_in_session
 
 pytestmark = pytest.mark.gpu
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
@@ -44,12 +44,7 @@ def answers(folder: Path, engine: str, quantization: str | None, prompts: engine
     environment = os.environ | {"VLLM_PLUGINS": "eprt", "SGLANG_PLUGINS": "eprt"}
     program = str(Path(__file__).with_name("engine_run.py"))
     command = [sys.executable, program, str(folder / "spec")]
-    with (folder / "log").open("wb") as stream:
-        started = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
-        try:
-            started.wait(LIMIT_S)
-        finally:
-            subprocess.run(["pkill", "-KILL", "-s", str(started.pid)], check=False)  # its session: what it started
+    run_in_session(command, folder / "log", environment, LIMIT_S)
     log = (folder / "log").read_text(errors="replace")
     assert "on this rank alone: none + " in log, log[-3000:]
     return json.loads((folder / "out").read_text())

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from support.engine_models import (
     retrained,
 )
 from support.ports import free_port
+from support.processes import run_in_session
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="runs under scripts/test_sglang.sh")
 
@@ -62,12 +62,7 @@ def run(
     environment = os.environ | {"SGLANG_PLUGINS": plugins, "SGLANG_USE_CPU_ENGINE": "1"} | more
     environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(ranks))
     command = [sys.executable, str(Path(__file__).with_name("sglang_run.py")), str(folder / "spec.json")]
-    with (folder / "log").open("wb") as log:
-        program = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            code = program.wait(LIMIT_S)
-        finally:
-            subprocess.run(["pkill", "-KILL", "-s", str(program.pid)], check=False)  # its session: what it started
+    code = run_in_session(command, folder / "log", environment, LIMIT_S)
     tokens = json.loads((folder / "tokens").read_text()) if (folder / "tokens").exists() else []
     return code, (folder / "log").read_text(errors="replace"), tokens
 

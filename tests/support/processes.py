@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +15,17 @@ def environment(**changes: str) -> dict[str, str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "EPRT_JOB")
     own = {name: value for name, value in os.environ.items() if name not in launchers}
     return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+def run_in_session(command: Sequence[str], log: Path, environment: Mapping[str, str], limit_s: float) -> int:
+    """Runs a program in a session of its own, which ends with all that it started. Returns its exit code. Its output
+    goes to `log`: engines leave processes behind that would hold a pipe."""
+    with log.open("wb") as stream:
+        program = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
+        try:
+            return program.wait(limit_s)
+        finally:
+            subprocess.run(["pkill", "-KILL", "-s", str(program.pid)], check=False)
 
 
 def descendants(pid: int) -> list[int]:

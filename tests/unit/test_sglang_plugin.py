@@ -21,11 +21,12 @@ from eprt.bench.experts import random_experts
 from eprt.config import Activation, MoEConfig, RuntimeConfig
 from eprt.errors import ConfigError, UsageError
 from eprt.experts.in_place import leaves
+from eprt.integrations.engine.bound import ids_of
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.ranks import world_alone
 from eprt.integrations.engine.sleeping import address, addresses
 from eprt.integrations.sglang import TESTED, asked_for, check_version, hooks, routing, supported
-from eprt.integrations.sglang.method import EprtFusedMoEMethod, known_ids, output_scale
+from eprt.integrations.sglang.method import EprtFusedMoEMethod, output_scale
 from eprt.integrations.sglang.parameters import activation_of
 from eprt.integrations.sglang.state import SglangState, name_of
 from eprt.models.published import MODELS
@@ -619,11 +620,11 @@ def test_a_layer_that_cannot_run_where_eprt_carries_tokens_names_the_way_out(mon
 
 def test_padding_and_other_ranks_experts_are_sent_to_no_expert() -> None:
     ids = torch.tensor([[0, 7], [-1, -1], [3, -1]], dtype=torch.int64)
-    marked = known_ids(ids, 8, marked=True)
+    marked = ids_of(ids, 8, signed=True)
     assert marked.dtype == torch.int32
     assert marked.tolist() == [[0, 7], [8, 8], [3, 8]]
     own = ids[:1].int()
-    assert known_ids(own, 8, marked=False).data_ptr() == own.data_ptr()  # no kernel in a decode step of one rank
+    assert ids_of(own, 8).data_ptr() == own.data_ptr()  # no kernel in a decode step of one rank
 
 
 def test_experts_that_eprt_holds_are_not_exported() -> None:

@@ -36,21 +36,12 @@ class EprtFusedMoEMethod:
         if hasattr(topk, "to_standard"):
             topk = topk.to_standard(layer.layer_id)
         everywhere, weights = self.eprt.binding.expert_parallel, topk.topk_weights.float()
-        ids = known_ids(topk.topk_ids, built.config.num_experts, marked=everywhere or layer.moe_ep_size > 1)
+        marked = everywhere or layer.moe_ep_size > 1  # by -1: rows of padding, and experts of other ranks
+        ids = ids_of(topk.topk_ids, built.config.num_experts, signed=marked)
         if (scale := output_scale(layer, x.device, all_to_all=everywhere)) != 1.0:
             weights = weights * scale
         rows = tokens_per_rank(x.shape[0], all_to_all=everywhere)
         return StandardCombineInput(hidden_states=run(built, x, TopK(ids, weights), rows))
-
-
-def known_ids(ids: torch.Tensor, num_experts: int, *, marked: bool) -> torch.Tensor:
-    """Returns ids in int32, with `num_experts`, which is sent to no expert, for -1. Each kernel here runs once a layer.
-
-    Args:
-        marked: SGLang may have put -1 for rows of padding and for experts of other ranks: only under EP.
-    """
-    ids = ids_of(ids, num_experts)
-    return ids.remainder(num_experts + 1) if marked else ids  # one kernel; torch's remainder of -1 is the last
 
 
 def output_scale(layer: Any, device: torch.device, *, all_to_all: bool) -> float:

@@ -222,7 +222,7 @@ def _drafts_itself(args: Any, found: dict[str, Any]) -> bool:
         ]
     )
     itself = draft in (None, args.model_path)
-    [name, *_] = (found if itself else _model_config(args, draft)).get("architectures") or ["no architecture"]
+    name = _architecture(found if itself else _model_config(args, draft))
     unread = f"the draft of --speculative-algorithm {algorithm}, {name}, isn't among those whose code was read"
     alone = itself and algorithm == "EAGLE3"  # SGLang gives its draft's experts to each rank whole
     fall_back([(alone or name not in (MTP if itself else DENSE_DRAFTS), unread)])
@@ -231,7 +231,7 @@ def _drafts_itself(args: Any, found: dict[str, Any]) -> bool:
 
 def _require_model(args: Any, given: dict[str, Any], found: dict[str, Any]) -> None:
     """Checks that every layer of the model will run: under an all-to-all none can be left to SGLang."""
-    names, said = found.get("architectures") or ["no architecture"], flatten(found)
+    name, said = _architecture(found), flatten(found)
     dialect = (said.get("quantization_config") or {}).get("quant_method", "none")
     dtype = said.get("dtype", said.get("torch_dtype")) if args.dtype == "auto" else args.dtype
     # float16 is what SGLang makes of float32, and where no dtype is named.
@@ -239,7 +239,7 @@ def _require_model(args: Any, given: dict[str, Any], found: dict[str, Any]) -> N
     known = f"isn't among the models whose code was read: {', '.join(ARCHITECTURES)}"
     fall_back(
         [
-            (names[0] not in ARCHITECTURES, f"{names[0]} {known}"),
+            (name not in ARCHITECTURES, f"{name} {known}"),
             (args.quantization is not None, f"--quantization {args.quantization} makes the experts' format"),
             (dialect not in DIALECTS, f"experts in {dialect}: eprt reads {', '.join(DIALECTS)} here"),
             (half and dialect == "none", "experts in float16: eprt computes with --dtype bfloat16 or float32"),
@@ -268,6 +268,10 @@ def _require_model(args: Any, given: dict[str, Any], found: dict[str, Any]) -> N
             choose(moe, parallel, runtime, Device.of(device), captured=device.type == "cuda", eager_flag=EAGER)
     except EprtError as error:
         raise FallsBackToEngine(str(error)) from error
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return next(iter(config.get("architectures") or ()), "no architecture")
 
 
 def _model_config(args: Any, draft: str | None = None) -> dict[str, Any]:
