@@ -31,14 +31,21 @@ def experts_of(*, invariant: bool = False) -> Any:
         dispatcher=SimpleNamespace(runtime=runtime),
         start_compiling=lambda earlier: None,
     )
-    bound = SimpleNamespace(layer=layer, state=SimpleNamespace(built=[layer]), binding=SimpleNamespace(name="layers.0"))
+    binding = SimpleNamespace(name="layers.0", expert_parallel=False)
+    bound = SimpleNamespace(layer=layer, state=SimpleNamespace(built=[layer]), binding=binding)
     moe = SimpleNamespace(is_sequence_parallel=True)  # whose padding isn't marked
-    return SimpleNamespace(quant_method=SimpleNamespace(eprt=bound, moe=moe))
+    return SimpleNamespace(
+        quant_method=SimpleNamespace(eprt=bound, moe=moe),
+        moe_runner_config=SimpleNamespace(routed_scaling_factor=2.5),
+        should_fuse_routed_scaling_factor_in_topk=False,
+    )
 
 
 class InVllm:
-    def __init__(self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False) -> None:
-        router = vllm.FusedTopKRouter(K, E, renormalize=renormalize)
+    def __init__(
+        self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False, router: Any = None
+    ) -> None:
+        router = router or vllm.FusedTopKRouter(K, E, renormalize=renormalize)
         self.config = vllm.host()
         self.block = kind(gate, router, experts_of(invariant=invariant))
         self.gate, self.choice, self.runner = gate, router, self.block.experts
@@ -49,8 +56,10 @@ class InVllm:
 
 
 class InSglang:
-    def __init__(self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False) -> None:
-        self.block = kind(gate, sglang.TopK(K, renormalize=renormalize), experts_of(invariant=invariant))
+    def __init__(
+        self, kind: type[Any], gate: Any, renormalize: bool = True, invariant: bool = False, **choice: Any
+    ) -> None:
+        self.block = kind(gate, sglang.TopK(K, renormalize=renormalize, **choice), experts_of(invariant=invariant))
         self.gate, self.choice = gate, self.block.topk.topk_config
 
     def take_over(self) -> bool:
@@ -89,6 +98,68 @@ def test_the_choice_is_the_engines(engine: Any, kind: Any, renormalize: bool, lo
     assert same.float().mean() > (0.9 if logits is torch.bfloat16 else 0.99)
     found, wanted = (each.sort(-1).values[same] for each in (weights.double(), wanted))
     torch.testing.assert_close(found, wanted, rtol=0, atol=2**-8 if logits is torch.bfloat16 else 1e-5)
+
+
+CORRECTION = torch.linspace(-0.2, 0.2, E).roll(5)
+
+
+def by_groups(engine: str, groups: tuple[int, int], factor: float) -> Any:
+    """A model whose experts are chosen by a sigmoid, `groups[1]` of `groups[0]` groups and a bias."""
+    weight = random(E, H, seed=1)
+    if engine == "sglang":
+        gate = sglang.MoEGate(weight, CORRECTION)
+        choice: dict[str, Any] = {"use_grouped_topk": True, "num_expert_group": groups[0], "topk_group": groups[1]}
+        choice |= {"apply_routed_scaling_factor_on_output": True, "routed_scaling_factor": factor}
+        return InSglang(sglang.DeepseekV2MoE, gate, correction_bias=gate.e_score_correction_bias, **choice)
+    gate = ReplicatedLinear(weight)
+    gate.e_score_correction_bias = nn.Parameter(CORRECTION, requires_grad=False)
+    kind = vllm.GroupedTopKRouter if groups[0] > 1 else vllm.FusedTopKBiasRouter
+    return InVllm(vllm.HoldsGate, gate, router=kind(K, E, gate.e_score_correction_bias, groups, factor))
+
+
+@pytest.mark.parametrize("groups", [(4, 2), (1, 1)])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_sigmoid_with_groups_and_a_bias_is_chosen_by(engine: str, groups: tuple[int, int]) -> None:
+    model = by_groups(engine, groups, 2.5)
+    assert model.take_over()
+    hidden = random(T, H, seed=2)
+    weights, ids = model.block.choose(hidden)
+    scores = (hidden.double() @ random(E, H, seed=1).double().T).sigmoid()
+    biased = (scores + CORRECTION.double()).view(T, groups[0], -1)
+    best = biased.topk(2, -1).values.sum(-1).topk(groups[1], -1).indices
+    kept = torch.zeros(T, groups[0], 1, dtype=torch.bool).scatter_(1, best[:, :, None], True)
+    experts = biased.masked_fill(~kept, -torch.inf).view(T, E).topk(K, -1).indices
+    assert torch.equal(ids.long().sort(-1).values, experts.sort(-1).values)
+    wanted = scores.gather(1, ids.long())
+    torch.testing.assert_close(weights.double(), 2.5 * wanted / wanted.sum(-1, keepdim=True), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_new_weights_come_with_a_new_bias(engine: str) -> None:
+    model = by_groups(engine, (4, 2), 1.0)
+    assert model.take_over()
+    hidden = random(T, H, seed=2)
+    before = model.block.choose(hidden)[1]
+    model.gate.weight.data = model.gate.weight.data.clone()
+    model.gate.e_score_correction_bias.data = CORRECTION.flip(0)
+    after = model.block.choose(hidden)[1]
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("scoring_func", "softmax"), ("num_fused_shared_experts", 1), ("num_expert_group", 3)]
+)
+def test_groups_that_stay_in_vllm(name: str, value: Any) -> None:
+    model = by_groups("vllm", (4, 2), 1.0)
+    setattr(model.choice, name, value)
+    assert not model.take_over()
+
+
+def test_a_bias_that_isnt_the_gates_stays() -> None:
+    for engine in ("vllm", "sglang"):
+        model = by_groups(engine, (4, 2), 1.0)
+        setattr(model.choice, "e_score_correction_bias" if engine == "vllm" else "correction_bias", CORRECTION.clone())
+        assert not model.take_over()
 
 
 def test_what_vllm_records_is_what_eprt_chose() -> None:
@@ -164,6 +235,7 @@ def test_choices_that_stay_in_vllm(kind: Any, part: str, name: str, value: Any) 
     "change",
     [
         {"use_grouped_topk": True},
+        {"use_grouped_topk": True, "correction_bias": torch.zeros(E), "num_expert_group": 4, "topk_group": 2},
         {"scoring_func": "sigmoid"},
         {"correction_bias": torch.zeros(E)},
         {"custom_routing_function": print},

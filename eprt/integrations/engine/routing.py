@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from eprt.config import MoEConfig, Routing
+from eprt.errors import ConfigError
 from eprt.integrations.engine.bound import BoundLayer, bound_to, mixed
 from eprt.layer import ExpertParallelMoE
 from eprt.routing import Router
 
 Choice = tuple[torch.Tensor, torch.Tensor]  # weights and ids [T, K]
-_GATES = {"ReplicatedLinear", "GateLinear", "TinyGemmLinear"}
+_LINEAR = {"ReplicatedLinear", "GateLinear", "TinyGemmLinear"}
+_BARE = {"MoEGate", "Glm4MoeGate", "Glm4MoeLiteGate"}  # modules of SGLang's that return logits alone
 
 
 def unrouted(experts: Any) -> BoundLayer | None:
@@ -32,24 +34,30 @@ def take_over(
     bound: BoundLayer,
     gate: Any,
     top_k: int,
+    routing: Routing,
     *,
-    renormalize: bool,
+    correction: torch.Tensor | None = None,
     padding: Callable[[], torch.Tensor | None] | None = None,
 ) -> Callable[..., Choice] | None:
-    """Returns what chooses experts of hidden states [T, H] bf16 by the gate's weight, by a softmax over all experts,
-    in place of the engine's own function, whose other arguments it ignores.
+    """Returns what chooses experts of hidden states [T, H] bf16 by the gate's weight, in place of the engine's own
+    function, whose other arguments it ignores.
 
     None: the engine keeps the gate, as it isn't plain bf16. The router is the layer's, which isn't warm yet.
 
     Args:
+        routing: `softmax_topk`, or `grouped_sigmoid`, whose logits are float32 as in the models' own code.
+        correction: [E], added to scores for the choice alone; a parameter of the gate.
         padding: returns a call's mask [T or more] bool of tokens that nobody reads, or None where there is none.
     """
     layer, state = bound.layer, bound.state
-    router = None if layer is None else _router_of(gate, layer.config, top_k, renormalize)
-    if layer is None or router is None:
+    corrects = None if correction is None else _name_in(gate, correction)
+    if layer is None or (correction is not None and corrects is None):
+        return None
+    router = _router_of(gate, layer.config, top_k, routing, correction)
+    if router is None:
         return None
     router.padding = padding is not None
-    gate.__class__ = mixed(type(gate), _Unread)
+    gate.__class__ = mixed(type(gate), _Unread if type(gate).__name__ in _LINEAR else _BareUnread)
     earlier = [other for other in state.built if other.router is not None]
     layer.router, layer.config = router, replace(layer.config, routing=router.routing)
     layer.start_compiling(earlier)
@@ -58,7 +66,8 @@ def take_over(
     def chosen(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Choice:
         nonlocal kernels
         if gate.weight.data_ptr() != router.weight.data_ptr():  # the engine has put another one in its place
-            router.weight, router.bias = gate.weight.data, gate.bias
+            router.weight, router.bias = gate.weight.data, getattr(gate, "bias", None)
+            router.correction_bias = None if corrects is None else getattr(gate, corrects).data
             kernels = router.kernels
         marked = None if padding is None else padding()
         found = router(hidden_states, None, marked) if kernels is None else kernels.topk(hidden_states, None, marked)
@@ -67,22 +76,36 @@ def take_over(
     return chosen
 
 
-def _router_of(gate: Any, config: MoEConfig, top_k: int, renormalize: bool) -> Router | None:
-    plain = type(gate).__name__ in _GATES and type(gate.quant_method).__name__ == "UnquantizedLinearMethod"
-    if not plain or gate.skip_bias_add:
+def _name_in(gate: Any, tensor: torch.Tensor) -> str | None:
+    """Returns the name of the gate's parameter that holds the tensor's numbers."""
+    names = (name for name, own in gate.named_parameters(recurse=False) if own.data_ptr() == tensor.data_ptr())
+    return next(names, None)
+
+
+def _router_of(
+    gate: Any, config: MoEConfig, top_k: int, routing: Routing, correction: torch.Tensor | None
+) -> Router | None:
+    kind, method = type(gate).__name__, type(getattr(gate, "quant_method", None)).__name__
+    linear = kind in _LINEAR and method == "UnquantizedLinearMethod" and not gate.skip_bias_add
+    if not linear and (kind not in _BARE or method != "NoneType"):
         return None
     # Kernels read other dtypes and places from copies. On a CPU vLLM packs a gate's weight, and leaves none.
     weight, shape = gate.weight, (config.num_experts, config.hidden_size)
     if weight.shape != shape or weight.dtype != torch.bfloat16 or weight.data_ptr() % 16:
         return None
-    router = Router(
-        weight.data,
-        Routing("softmax_topk", renormalize=renormalize),
-        top_k,
-        bias=gate.bias,
-        float32_logits=getattr(gate, "out_dtype", None) == torch.float32,
-        weights="float32",
-    )
+    softmax = routing.method == "softmax_topk"
+    try:
+        router = Router(
+            weight.data,
+            routing,
+            top_k,
+            bias=getattr(gate, "bias", None),
+            correction_bias=None if correction is None else correction.data,
+            float32_logits=getattr(gate, "out_dtype", None) == torch.float32 if softmax else None,
+            weights="float32",
+        )
+    except ConfigError:  # groups of unequal size, which engines don't count
+        return None
     return router if weight.device.type == "cpu" or router.kernels is not None else None
 
 
@@ -92,6 +115,10 @@ class _Unread:
     weight: torch.Tensor
     return_bias = True  # where the gate itself doesn't say so, as SGLang's
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> Any:
         logits = x.new_empty(x.shape[0], self.weight.shape[0])
         return (logits, None) if self.return_bias else logits
+
+
+class _BareUnread(_Unread):
+    return_bias = False

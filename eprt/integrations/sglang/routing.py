@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from eprt.config import Routing
 from eprt.integrations.engine.bound import bound_to
 from eprt.integrations.engine.routing import take_over, unrouted
+from eprt.integrations.sglang.method import output_scale
 
 # Blocks that give the logits of a gate of this name to their `topk` as they are, and both what the experts get.
-_GATES = {"Qwen3MoeSparseMoeBlock": "gate", "GptOssSparseMoeBlock": "router", "MixtralMoE": "gate", "OlmoeMoE": "gate"}
+_GATES = {
+    "Qwen3MoeSparseMoeBlock": "gate",
+    "GptOssSparseMoeBlock": "router",
+    "MixtralMoE": "gate",
+    "OlmoeMoE": "gate",
+    "DeepseekV2MoE": "gate",
+    "Glm4MoeSparseMoeBlock": "gate",
+    "Glm4MoeLiteSparseMoeBlock": "gate",
+}
 
 
 def take_over_gates(model: nn.Module) -> None:
-    """Lets eprt choose experts where eprt runs them, the gate is plain, and the choice is a softmax without groups."""
+    """Lets eprt choose experts where eprt runs them, the gate is plain, and `_routing_of` knows the choice."""
     for block in model.modules():
         if (name := _GATES.get(type(block).__name__)) is not None:
             _take_over(block, getattr(block, name))
 
 
 def _take_over(block: Any, gate: Any) -> None:
-    if (bound := unrouted(block.experts)) is None:
+    experts, choice = block.experts, getattr(block.topk, "topk_config", None)
+    bound, routing = unrouted(experts), None if choice is None else _routing_of(choice)
+    if choice is None or bound is None or routing is None:
         return
-    choice = block.topk.topk_config
+    scale = output_scale(experts, gate.weight.device, all_to_all=bound.binding.expert_parallel)
+    routing = replace(routing, scaling_factor=routing.scaling_factor * scale)
+    choose = take_over(bound, gate, choice.top_k, routing, correction=choice.correction_bias)
+    if choose is None:
+        return
+    choice.custom_routing_function = choose
+    choice.use_grouped_topk = choice.apply_routed_scaling_factor_on_output = False
+    if scale != 1.0:
+        experts.should_fuse_routed_scaling_factor_in_topk = True
+
+
+def _routing_of(choice: Any) -> Routing | None:
+    """Returns how SGLang's `TopK` chooses: by a softmax over all experts, or in groups by a sigmoid with a bias for the
+    choice alone. None: in another way."""
     shared = getattr(choice, "shared_experts", choice).num_fused_shared_experts  # the former since 0.5.23
-    scaled = choice.apply_routed_scaling_factor_on_output or shared > 0
-    biased = choice.correction_bias is not None or choice.custom_routing_function is not None
-    if choice.use_grouped_topk or choice.scoring_func != "softmax" or scaled or biased:
-        return
-    choice.custom_routing_function = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize)
+    if choice.custom_routing_function is not None or shared > 0:
+        return None
+    scaled, biased = choice.apply_routed_scaling_factor_on_output, choice.correction_bias is not None
+    if choice.use_grouped_topk and biased:
+        groups = choice.num_expert_group, choice.topk_group
+        factor = choice.routed_scaling_factor if scaled else 1.0
+        return Routing("grouped_sigmoid", choice.renormalize, *groups, scaling_factor=factor)
+    other = choice.use_grouped_topk or biased or scaled or choice.scoring_func != "softmax"
+    return None if other else Routing("softmax_topk", choice.renormalize)
 
 
 def ask_for_ids(model: nn.Module) -> None:

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from eprt.config import Routing
 from eprt.integrations.engine.routing import take_over, unrouted
 
 # Blocks that call a gate of their own, under this name, and give its logits to the experts as they are.
 _CALL_GATE = {"MLPBlock": "router", "MixtralMoE": "gate", "OlmoeMoE": "gate", "GraniteMoeMoE": "gate"}
+_CORRECTION = "e_score_correction_bias"
 GATES = "eprt_gates"  # in `additional_config`, which is part of the key to vLLM's compiled graphs
 
 
 def take_over_gates(model: nn.Module) -> None:
-    """Lets eprt choose experts where eprt runs them, the gate is plain, and the choice is a softmax without groups.
+    """Lets eprt choose experts where eprt runs them, the gate is plain, and `_routing_of` knows the choice.
 
     What vLLM records of a choice, it still records. The product moves into vLLM's opaque op; graphs that were compiled
     with a gate outside of it no longer fit, which the model's VllmConfig says.
@@ -34,19 +36,35 @@ def _take_over(runner: Any, block: nn.Module | None) -> str:
     """Returns the layer's name where its gate, which is eprt's now, was part of the compiled graph, else ""."""
     bound = unrouted(getattr(runner, "routed_experts", None))
     choice: Any = getattr(runner, "router", None)
-    softmax = type(choice).__name__ == "FusedTopKRouter" and choice.scoring_func == "softmax"
-    if bound is None or not softmax or choice.eplb_state is not None or getattr(runner, "_fse_fuse_gate", False):
+    routing = _routing_of(choice)
+    if bound is None or routing is None or choice.eplb_state is not None or getattr(runner, "_fse_fuse_gate", False):
         return ""
     inside = getattr(runner, "gate", None)
     gate = getattr(block, _CALL_GATE.get(type(block).__name__, ""), None) if inside is None else inside
     if gate is None:
         return ""
-    padding = padding_of(runner.routed_experts.quant_method)
-    choose = take_over(bound, gate, choice.top_k, renormalize=choice.renormalize, padding=padding)
+    padding, correction = padding_of(runner.routed_experts.quant_method), getattr(choice, _CORRECTION, None)
+    choose = take_over(bound, gate, choice.top_k, routing, correction=correction, padding=padding)
     if choose is None:
         return ""
     choice._compute_routing = choose
     return "" if gate is inside else bound.binding.name
+
+
+def _routing_of(choice: Any) -> Routing | None:
+    """Returns how a router of vLLM's chooses: by a softmax over all experts, or by a sigmoid with a bias for the choice
+    alone, in groups or not. None: in another way."""
+    kind, scored = type(choice).__name__, getattr(choice, "scoring_func", None)
+    if kind == "FusedTopKRouter" and scored == "softmax":
+        return Routing("softmax_topk", renormalize=choice.renormalize)
+    grouped = kind == "GroupedTopKRouter"
+    if not (grouped or kind == "FusedTopKBiasRouter") or scored != "sigmoid" or getattr(choice, _CORRECTION) is None:
+        return None
+    others = ("num_fused_shared_experts", "_hash_indices_table", "bias_vl")
+    if any(getattr(choice, name, None) not in (None, 0) for name in others):
+        return None
+    groups = (choice.num_expert_group, choice.topk_group) if grouped else (1, 1)
+    return Routing("grouped_sigmoid", choice.renormalize, *groups, scaling_factor=choice.routed_scaling_factor)
 
 
 def padding_of(method: Any) -> Callable[[], torch.Tensor | None] | None:

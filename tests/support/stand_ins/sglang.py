@@ -105,23 +105,24 @@ def fused_moe(method: Any, config: Any, **changes: Any) -> Any:
 
 
 class TopK(nn.Module):
-    """`layers/moe/topk.py` up to a routing function of its own."""
+    """`layers/moe/topk.py` up to a routing function of its own, which comes behind groups."""
 
-    def __init__(self, top_k: int, *, renormalize: bool) -> None:
+    def __init__(self, top_k: int, **given: Any) -> None:
         super().__init__()
-        self.topk_config = SimpleNamespace(
-            top_k=top_k,
-            renormalize=renormalize,
-            use_grouped_topk=False,
-            scoring_func="softmax",
-            correction_bias=None,
-            custom_routing_function=None,
-            num_fused_shared_experts=0,
-            apply_routed_scaling_factor_on_output=False,
-        )
+        defaults = {
+            "use_grouped_topk": False,
+            "scoring_func": "softmax",
+            "correction_bias": None,
+            "custom_routing_function": None,
+            "num_fused_shared_experts": 0,
+            "apply_routed_scaling_factor_on_output": False,
+        }
+        self.topk_config = SimpleNamespace(top_k=top_k, **defaults | given)
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:
         config = self.topk_config
+        assert not config.use_grouped_topk
+        assert not config.apply_routed_scaling_factor_on_output
         return config.custom_routing_function(
             hidden_states=hidden_states,
             gating_output=router_logits,
@@ -148,3 +149,24 @@ class GptOssSparseMoeBlock(Qwen3MoeSparseMoeBlock):
     @property
     def router(self) -> nn.Module:
         return self.gate
+
+
+class MoEGate(nn.Module):
+    """`models/deepseek_v2.py`: a weight and a bias for the choice alone."""
+
+    def __init__(self, weight: torch.Tensor, e_score_correction_bias: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(e_score_correction_bias, requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor, gemm_output_zero_allocator: Any = None) -> torch.Tensor:
+        raise AssertionError("SGLang's own gate")
+
+
+class DeepseekV2MoE(Qwen3MoeSparseMoeBlock):
+    """`models/deepseek_v2.py`, forward_normal up to the choice."""
+
+    def choose(self, hidden_states: torch.Tensor) -> Any:
+        router_logits = self.gate(hidden_states, None)
+        assert router_logits.shape == (hidden_states.shape[0], self.gate.weight.shape[0])
+        return self.topk(hidden_states, router_logits)

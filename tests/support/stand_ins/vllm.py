@@ -157,6 +157,27 @@ class FusedTopKRouter:
         return weights, self.recorded.to(topk_indices_dtype)
 
 
+class GroupedTopKRouter(FusedTopKRouter):
+    """`router/grouped_topk_router.py`, by a sigmoid."""
+
+    def __init__(
+        self, top_k: int, num_experts: int, bias: torch.Tensor, groups: tuple[int, int], factor: float
+    ) -> None:
+        super().__init__(top_k, num_experts, scoring_func="sigmoid")
+        self.e_score_correction_bias, self.routed_scaling_factor = bias, factor
+        self.num_expert_group, self.topk_group = groups
+        self.num_fused_shared_experts = 0
+
+
+class FusedTopKBiasRouter(GroupedTopKRouter):
+    """`router/fused_topk_bias_router.py`: without groups."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        del self.num_expert_group, self.topk_group
+        self._hash_indices_table = self.bias_vl = None
+
+
 class MoERunner(nn.Module):
     """`runner/moe_runner.py`, `_forward_impl` up to the choice."""
 
