@@ -58,6 +58,26 @@ WIDE_QWEN3 = QWEN3 | {
     "num_experts": 256,
     "quantization_config": FP8,
 }
+GLM_AIR = (
+    PUBLISHED["GLM-4.5-Air"]
+    | COMMON
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+        "norm_topk_prob": True,
+        "vocab_size": 151552,
+        "intermediate_size": 10944,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "num_nextn_predict_layers": 0,
+        "eos_token_id": 151329,
+    }
+)
 # Gemma-4-26B-A4B's text model: five layers of a sliding window to one whose heads are twice as wide.
 GEMMA4 = COMMON | {
     "architectures": ["Gemma4ForCausalLM"],
@@ -101,6 +121,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-fp8": WIDE_QWEN3,
     "deepseek-v3": DEEPSEEK_V3,
     "gemma-4": GEMMA4,
+    "glm-4.5-air": GLM_AIR,
 }
 GPT_OSS = {"gpt-oss": 128, "gpt-oss-20b": 32}  # experts
 LOUD = 32.0  # an embedding's size beside what a layer adds
@@ -114,6 +135,7 @@ LAYERS = {
     "qwen3-fp8": 4,
     "deepseek-v3": 5,
     "gemma-4": 30,
+    "glm-4.5-air": 12,
 }
 
 

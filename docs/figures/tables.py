@@ -442,6 +442,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_gemma4": lambda: duel("vllm_gemma4_h200_x1", "vLLM"),
     "sglang_one_gpu": lambda: duel("sglang_gpt_oss_20b_h200_x1", "SGLang"),
     "sglang_qwen3": lambda: duel("sglang_qwen3_h200_x1", "SGLang"),
+    "sglang_glm_air": lambda: duel("sglang_glm_air_h200_x1", "SGLang"),
     "sglang_prompts": lambda: duel("sglang_prompts_h200_x1", "SGLang"),
     "sglang_two_gpus": lambda: duel("sglang_gpt_oss_20b_h100_x2", "SGLang"),
     "sglang_memory": lambda: duel_memory("sglang_gpt_oss_20b_h100_x2"),
