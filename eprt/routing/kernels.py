@@ -195,15 +195,34 @@ def _rows(x, row, count, column, H: tl.constexpr, EVEN: tl.constexpr):
     return tl.load(x + row.to(tl.int64)[:, None] * H + column[None, :], mask=mask, other=0.0)
 
 
+@triton.jit
+def _product(x, w, BLOCK_H: tl.constexpr):
+    """Multiplies bf16 x [rows, BLOCK_H] by the transpose of w, bf16 or float32; that is three bf16 numbers each, which
+    hold its 24 bits (down to 2^-110, below which the last ones are lost), the smallest first."""
+    some = tl.zeros([x.shape[0], w.shape[0]], tl.float32)
+    # At most BLOCK_H products: or they would be added to the caller's sum inside.
+    if w.dtype == tl.float32:
+        high = w.to(tl.bfloat16)
+        rest = w - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        some = tl.dot(x, low.T, some, max_num_imprecise_acc=BLOCK_H)
+        some = tl.dot(x, middle.T, some, max_num_imprecise_acc=BLOCK_H)
+        some = tl.dot(x, high.T, some, max_num_imprecise_acc=BLOCK_H)
+    else:
+        some = tl.dot(x, w.T, some, max_num_imprecise_acc=BLOCK_H)
+    return some
+
+
 @triton.jit(do_not_specialize=["T"])
 def logits_kernel(
     hidden, weight, pieces, T,
-    E: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
+    E: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes piece s of `pieces` [SPLITS, T, E]: hidden [T, H] @ weight.T over STEPS * BLOCK_H columns of H. `weight`
-    [PARTS, E, H] is the sum of its parts. Products of bf16 are exact in float32. Hopper's tensor cores cut off what a
-    sum's last bit doesn't hold, always towards zero, so only BLOCK_H products are added there, their sums here."""
+    """Writes piece s of `pieces` [SPLITS, T, E]: hidden [T, H] @ weight [E, H].T over STEPS * BLOCK_H columns of H.
+    Products of bf16 are exact in float32. Hopper's tensor cores cut off what a sum's last bit doesn't hold, always
+    towards zero, so only BLOCK_H products are added there, their sums here."""
     if PDL:
         gdc_launch_dependents()
     tiles: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -213,22 +232,18 @@ def logits_kernel(
     split = program // tiles % SPLITS
     e = program % tiles * BLOCK_E + tl.arange(0, BLOCK_E)
     column = split * (STEPS * BLOCK_H) + tl.arange(0, BLOCK_H)
-    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    if STEPS == 1 and PARTS == 1:
+    if STEPS == 1:
         w = _rows(weight, e, E, column, H, even)  # constant, so it needn't wait for the kernel before
         if PDL:
             gdc_wait()
-        total = tl.dot(_rows(hidden, t, T, column, H, even), w.T, total)
+        total = _product(_rows(hidden, t, T, column, H, even), w, BLOCK_H)
     else:
         if PDL:
             gdc_wait()
+        total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
         for _ in range(STEPS):
             x = _rows(hidden, t, T, column, H, even)
-            some = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-            for part in tl.static_range(PARTS):
-                w = _rows(weight + (PARTS - 1 - part) * E * H, e, E, column, H, even)  # the smallest first
-                some = tl.dot(x, w.T, some, max_num_imprecise_acc=BLOCK_H)  # or it would be added to `total` inside
-            total += some
+            total += _product(x, _rows(weight, e, E, column, H, even), BLOCK_H)
             column += BLOCK_H
     target = pieces + (split * T.to(tl.int64) + t.to(tl.int64))[:, None] * E + e[None, :]
     tl.store(target, total, mask=(t < T)[:, None] & (e < E)[None, :])

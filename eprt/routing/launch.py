@@ -154,13 +154,13 @@ def _choose(kernel: CachedKernel, pieces: torch.Tensor, T: int, top_k: int, *giv
 class FusedRouter:
     """The GEMM and the choice of experts of one router on one GPU, for bf16 hidden states.
 
-    Logits are float32 sums of exact products. A float32 weight is taken apart into three bf16 parts, which hold its 24
-    bits (down to 2^-110, below which the last ones are lost). So they differ from those of a float32 GEMM by what the
-    order of additions changes, and the choice where two scores are closer than that: tests hold both to float64.
+    Logits are float32 sums of exact products, where a float32 weight is three bf16 numbers. So they differ from those
+    of a float32 GEMM by what the order of additions changes, and the choice where two scores are closer than that:
+    tests hold both to float64.
 
     Args:
-        weight: [E, H] bf16, or float32 with float32 logits; read at each call if it is bf16, contiguous and at a
-            multiple of 16 bytes, else copied now. The other tensors as in `routing.Router`, contiguous copies too.
+        weight: [E, H] bf16, or float32 with float32 logits; read at each call if it is contiguous and at a multiple of
+            16 bytes, else copied now. The other tensors as in `routing.Router`, contiguous copies too.
 
     Attributes:
         copies: whether any was copied.
@@ -177,7 +177,7 @@ class FusedRouter:
         token_table: torch.Tensor | None = None,
     ) -> None:
         self.device = weight.device
-        self._parts = _readable(weight)
+        self._weight = aligned(weight)
         self._shape = (weight.shape[0], weight.shape[1])
         self._bias, self._correction, self._table = map(_contiguous, (bias, correction_bias, token_table))
         self.copies = any(self._copied(weight, bias, correction_bias, token_table))
@@ -193,14 +193,14 @@ class FusedRouter:
         Args:
             weight, others: weight, bias, correction bias and token table that it was made of, with other values.
         """
-        now = _readable(weight), *map(_contiguous, others)
+        now = aligned(weight), *map(_contiguous, others)
         with torch.inference_mode():  # which writes tensors that were made in it or outside
             for held, new in self._copied(*now):
                 held.copy_(new)
 
     def _copied(self, *given: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields (what is read, the tensor) of the given ones that aren't read themselves."""
-        for held, tensor in zip((self._parts, self._bias, self._correction, self._table), given, strict=True):
+        for held, tensor in zip((self._weight, self._bias, self._correction, self._table), given, strict=True):
             if held is not None and tensor is not None and held.data_ptr() != tensor.data_ptr():
                 yield held, tensor
 
@@ -243,14 +243,14 @@ class FusedRouter:
         gemm = self._gemm(bisect_left(_MOST_TOKENS, T))
         pieces = torch.empty((gemm.splits, T, self._shape[0]), dtype=torch.float32, device=self.device)
         if T:
-            gemm.kernel((ceil_div(T, gemm.block_t) * gemm.programs, 1, 1), aligned(hidden), self._parts, pieces, T)
+            gemm.kernel((ceil_div(T, gemm.block_t) * gemm.programs, 1, 1), aligned(hidden), self._weight, pieces, T)
         return pieces
 
     def _gemm(self, number: int) -> LogitsGemm:
         found = self._gemms.get(number)
         if found is None:
-            parts = 1 if self._parts.dim() == 2 else self._parts.shape[0]
-            found = self._gemms[number] = prepared_gemm(self.device, *self._shape, parts, TILINGS[number])
+            weight = self._weight.dtype
+            found = self._gemms[number] = prepared_gemm(self.device, *self._shape, weight, TILINGS[number])
         return found
 
     def _choice(self, splits: int, token_ids: torch.dtype | None, padding: torch.dtype | None) -> CachedKernel:
@@ -276,43 +276,30 @@ class LogitsGemm(NamedTuple):
 
 
 @cache
-def prepared_gemm(device: torch.device, E: int, H: int, parts: int, tiling: Tiling) -> LogitsGemm:
+def prepared_gemm(device: torch.device, E: int, H: int, weight: torch.dtype, tiling: Tiling) -> LogitsGemm:
     """Returns the GEMM of this shape, compiled at the first call for it and shared by all layers' routers.
 
-    Its blocks are no larger than the weight. It splits H so often that there are about PROGRAMS programs, and
-    has as many pipeline stages as an SM's shared memory holds.
+    Its blocks are no larger than the weight, and half as many columns if that is float32, which registers hold while it
+    is taken apart. It splits H so often that there are about PROGRAMS programs, and has as many pipeline stages as an
+    SM's shared memory holds.
     """
+    wide = weight == torch.float32
     block_t, block_e = tiling.block_t, min(tiling.block_e, max(16, next_power_of_2(E)))
-    block_h = min(tiling.block_h, max(16, next_power_of_2(H)))
+    block_h = min(tiling.block_h // 2 if wide else tiling.block_h, max(16, next_power_of_2(H)))
     blocks = ceil_div(H, block_h)
     tiles = ceil_div(tiling.max_tokens, block_t) * ceil_div(E, block_e)
     steps = ceil_div(blocks, max(1, min(PROGRAMS // tiles, blocks)))
     splits = ceil_div(blocks, steps)
-    stage = (block_t + parts * block_e) * block_h * 2
-    constants = {"E": E, "H": H, "PARTS": parts, "SPLITS": splits, "STEPS": steps}
+    stage, taken_apart = (block_t + block_e * weight.itemsize // 2) * block_h * 2, 6 * wide * block_e * block_h
+    constants = {"E": E, "H": H, "SPLITS": splits, "STEPS": steps}
     constants |= {"BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_H": block_h}
     kernel = CachedKernel(
         logits_kernel,
         device,
-        (torch.bfloat16, torch.bfloat16, torch.float32, 2),
+        (torch.bfloat16, weight, torch.float32, 2),
         constants,
         pdl=True,
         num_warps=tiling.warps,
-        num_stages=max(1, min(tiling.stages, SHARED_BYTES // stage)),
+        num_stages=max(1, min(tiling.stages, (SHARED_BYTES - taken_apart) // stage)),
     )
     return LogitsGemm(kernel, block_t, ceil_div(E, block_e) * splits, splits)
-
-
-def _readable(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a router's weight as the GEMM reads it: itself, if it can."""
-    return aligned(weight if weight.dtype == torch.bfloat16 else bf16_parts(weight))
-
-
-def bf16_parts(weight: torch.Tensor) -> torch.Tensor:
-    """Splits [E, H] float32 into [3, E, H] bf16 whose sum it is."""
-    parts: list[torch.Tensor] = []
-    rest = weight.float()
-    for _ in range(3):
-        parts.append(rest.to(torch.bfloat16))
-        rest = rest - parts[-1].float()
-    return torch.stack(parts)

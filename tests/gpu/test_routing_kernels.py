@@ -19,7 +19,7 @@ from eprt import routing as plain
 from eprt.config import MoEConfig, Routing
 from eprt.routing import Router, warmup
 from eprt.routing import launch as routing_launch
-from eprt.routing.launch import FusedRouter, Rounding, bf16_parts
+from eprt.routing.launch import FusedRouter, Rounding
 
 pytestmark = [pytest.mark.gpu, runs_kernels]
 
@@ -150,9 +150,13 @@ def test_no_tokens_and_runs_alike(name):
     assert torch.equal(first.weights, again.weights)
 
 
-def test_parts_of_a_float32_weight_hold_all_its_bits():
-    weight = torch.randn(256, 300, generator=generator(1), device=DEVICE) * torch.logspace(-30, 30, 300, device=DEVICE)
-    assert torch.equal(bf16_parts(weight).double().sum(0), weight.double())
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_all_bits_of_a_float32_weight_count(tokens):
+    weight = torch.randn(64, 300, generator=generator(1), device=DEVICE) * torch.logspace(-30, 30, 300, device=DEVICE)
+    router = FusedRouter(weight, Routing("grouped_sigmoid"), 2, Rounding(torch.float32, torch.float32))
+    columns = torch.arange(300, device=DEVICE)[-tokens:]
+    found = router.logits(torch.eye(300, dtype=torch.bfloat16, device=DEVICE)[columns])
+    assert torch.equal(found, weight.T[columns])
 
 
 def test_one_bf16_part_is_not_enough():
@@ -248,9 +252,8 @@ def test_transformers_choice_on_weights_of_real_size(name, record_property):
 
 
 def router(case):
-    return Router(
-        case.weight, case.routing, case.K, bias=case.bias, correction_bias=case.correction, token_table=case.table
-    )
+    given = {"bias": case.bias, "correction_bias": case.correction, "token_table": case.table}
+    return Router(case.weight, case.routing, case.K, float32_logits=case.logits_dtype == torch.float32, **given)
 
 
 def test_warm_up_and_logits_given_by_the_caller():
@@ -318,14 +321,15 @@ def test_graph_replays_with_other_tokens(name):
 @pytest.mark.parametrize("name", ["deepseek-v3 f32 weight", "odd f32"])
 def test_what_was_copied_is_brought_up_to_date_where_it_lies(name):
     case, other = Case(name, 8), Case(name, 9)
+    case.weight = case.weight.T.contiguous().T  # which the kernel can't read
     fused, first = case.fused(), case.fused().topk(case.hidden, None)
     assert fused.copies
-    at = fused._parts.data_ptr()
+    at = fused._weight.data_ptr()
     case.weight.copy_(other.weight)
     case.bias = other.bias
     fused.reread(case.weight, case.bias, case.correction, case.table)
     found, wanted = fused.topk(case.hidden, None), case.fused().topk(case.hidden, None)
-    assert fused._parts.data_ptr() == at != case.weight.data_ptr()
+    assert fused._weight.data_ptr() == at != case.weight.data_ptr()
     assert torch.equal(found.ids, wanted.ids)
     assert torch.equal(found.weights, wanted.weights)
     assert not torch.equal(found.weights, first.weights)

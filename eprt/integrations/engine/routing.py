@@ -19,7 +19,7 @@ from eprt.routing import Router
 
 Choice = tuple[torch.Tensor, torch.Tensor]  # weights and ids [T, K]
 _LINEAR = {"ReplicatedLinear", "GateLinear", "TinyGemmLinear"}
-_BARE = {"MoEGate", "Glm4MoeGate", "Glm4MoeLiteGate"}  # modules of SGLang's that return logits alone
+_BARE = {"Linear", "MoEGate", "Glm4MoeGate", "Glm4MoeLiteGate"}  # torch's and SGLang's that return logits alone
 
 
 def unrouted(experts: Any) -> BoundLayer | None:
@@ -39,22 +39,19 @@ def take_over(
     correction: torch.Tensor | None = None,
     padding: Callable[[], torch.Tensor | None] | None = None,
 ) -> Callable[..., Choice] | None:
-    """Returns what chooses experts of hidden states [T, H] bf16 by the gate's weight, in place of the engine's own
+    """Returns what chooses experts of hidden states [T, H] by the gate's weight, in place of the engine's own
     function, whose other arguments it ignores.
 
-    None: the engine keeps the gate, as it isn't plain bf16. The router is the layer's, which isn't warm yet.
+    None: the engine keeps the gate, as it isn't plain bf16 or float32. The router is the layer's, which isn't warm yet.
 
     Args:
         routing: `softmax_topk`, or `grouped_sigmoid`, whose logits are float32 as in the models' own code.
-        correction: [E], added to scores for the choice alone; a parameter of the gate.
+        correction: [E], added to scores for the choice alone. The engine writes new numbers into it.
         padding: returns a call's mask [T or more] bool of tokens that nobody reads, or None where there is none.
     """
     layer, state = bound.layer, bound.state
-    corrects = None if correction is None else _name_in(gate, correction)
-    if layer is None or (correction is not None and corrects is None):
-        return None
-    router = _router_of(gate, layer.config, top_k, routing, correction)
-    if router is None:
+    router = None if layer is None else _router_of(gate, layer.config, top_k, routing, correction)
+    if layer is None or router is None:
         return None
     router.padding = padding is not None
     gate.__class__ = mixed(type(gate), _Unread if type(gate).__name__ in _LINEAR else _BareUnread)
@@ -67,19 +64,15 @@ def take_over(
         nonlocal kernels
         if gate.weight.data_ptr() != router.weight.data_ptr():  # the engine has put another one in its place
             router.weight, router.bias = gate.weight.data, getattr(gate, "bias", None)
-            router.correction_bias = None if corrects is None else getattr(gate, corrects).data
+            router.correction_bias = None if correction is None else correction.data
             kernels = router.kernels
         marked = None if padding is None else padding()
-        found = router(hidden_states, None, marked) if kernels is None else kernels.topk(hidden_states, None, marked)
+        # A float32 gate may get float16 tokens, which the kernels don't read.
+        choose = router if kernels is None or hidden_states.dtype != torch.bfloat16 else kernels.topk
+        found = choose(hidden_states, None, marked)
         return found.weights, found.ids
 
     return chosen
-
-
-def _name_in(gate: Any, tensor: torch.Tensor) -> str | None:
-    """Returns the name of the gate's parameter that holds the tensor's numbers."""
-    names = (name for name, own in gate.named_parameters(recurse=False) if own.data_ptr() == tensor.data_ptr())
-    return next(names, None)
 
 
 def _router_of(
@@ -91,9 +84,10 @@ def _router_of(
         return None
     # Kernels read other dtypes and places from copies. On a CPU vLLM packs a gate's weight, and leaves none.
     weight, shape = gate.weight, (config.num_experts, config.hidden_size)
-    if weight.shape != shape or weight.dtype != torch.bfloat16 or weight.data_ptr() % 16:
+    read = weight.dtype in (torch.bfloat16, torch.float32) and weight.is_contiguous() and not weight.data_ptr() % 16
+    if weight.shape != shape or not read:
         return None
-    softmax = routing.method == "softmax_topk"
+    float32 = weight.dtype == torch.float32 or getattr(gate, "out_dtype", None) == torch.float32
     try:
         router = Router(
             weight.data,
@@ -101,7 +95,7 @@ def _router_of(
             top_k,
             bias=getattr(gate, "bias", None),
             correction_bias=None if correction is None else correction.data,
-            float32_logits=getattr(gate, "out_dtype", None) == torch.float32 if softmax else None,
+            float32_logits=float32 or routing.method == "grouped_sigmoid",
             weights="float32",
         )
     except ConfigError:  # groups of unequal size, which engines don't count

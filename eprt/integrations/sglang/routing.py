@@ -21,6 +21,7 @@ _GATES = {
     "DeepseekV2MoE": "gate",
     "Glm4MoeSparseMoeBlock": "gate",
     "Glm4MoeLiteSparseMoeBlock": "gate",
+    "MiniMaxM2MoE": "gate",
 }
 
 
@@ -48,14 +49,14 @@ def _take_over(block: Any, gate: Any) -> None:
 
 
 def _routing_of(choice: Any) -> Routing | None:
-    """Returns how SGLang's `TopK` chooses: by a softmax over all experts, or in groups by a sigmoid with a bias for the
-    choice alone. None: in another way."""
+    """Returns how SGLang's `TopK` chooses: by a softmax over all experts, or by a sigmoid with a bias for the choice
+    alone, which in groups it always is. None: in another way."""
     shared = getattr(choice, "shared_experts", choice).num_fused_shared_experts  # the former since 0.5.23
     if choice.custom_routing_function is not None or shared > 0:
         return None
     scaled, biased = choice.apply_routed_scaling_factor_on_output, choice.correction_bias is not None
-    if choice.use_grouped_topk and biased:
-        groups = choice.num_expert_group, choice.topk_group
+    if biased and (choice.use_grouped_topk or choice.scoring_func == "sigmoid"):
+        groups = (choice.num_expert_group, choice.topk_group) if choice.use_grouped_topk else (1, 1)
         factor = choice.routed_scaling_factor if scaled else 1.0
         return Routing("grouped_sigmoid", choice.renormalize, *groups, scaling_factor=factor)
     other = choice.use_grouped_topk or biased or scaled or choice.scoring_func != "softmax"
