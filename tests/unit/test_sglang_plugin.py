@@ -219,13 +219,35 @@ def test_sglang_carries_them_otherwise(qwen3: Path, change: dict[str, Any], give
     assert reason in supported.all_to_all_reason(arguments(**{"model_path": str(qwen3)} | flags), given)
 
 
+def loading(*architectures: str, draft: bool = False) -> Any:
+    """The ModelRunner of a model that is about to be made."""
+    return Mock(model_config=Mock(hf_config=Mock(architectures=list(architectures))), is_draft_worker=draft)
+
+
 def test_a_placement_file_is_not_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang makes a draft's layers when the model's are built, and gives them other numbers, or none."""
+    """SGLang gives a draft's layers other numbers, or none; the model itself may be dense."""
     monkeypatch.setenv(supported.VARIABLE, '{"placement": "file.json", "strict": true}')
     state = SglangState()
+    hooks._loading(state, loading("Qwen3ForCausalLM"))
     assert state.options() == {"placement": "file.json", "strict": True}
-    state.built.append(Mock())
+    hooks._loading(state, loading("Glm4MoeForCausalLMNextN", draft=True))
     assert state.options() == {"strict": True}
+
+
+def test_a_report_of_a_drafts_layers_has_no_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("eprt.integrations.engine.state.describe", lambda some, total, **_: f"{len(some)} of {total}")
+    state = SglangState()
+    for layers, left, said in ((3, 1, ["3 of 4", "1 of 4"]), (1, 0, ["1 of 1"])):
+        state.bindings += [Mock(config="same", runtime="same")] * layers
+        state.fallbacks.setdefault("a reason", []).extend(["a layer"] * left)
+        state.spent["to build"] += layers
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            state.report()
+        lines = [record.getMessage().removeprefix("eprt: ") for record in caplog.records]
+        assert [line.partition(" MoE")[0] for line in lines] == [*said, f"ready after {layers}.0 s to build"]
 
 
 BEHIND = {  # GLM-4.5-Air's last layer is 45
@@ -541,7 +563,7 @@ def test_layers_of_a_model_that_sglang_makes_otherwise(
     monkeypatch.setattr("eprt.integrations.sglang.state._arguments", lambda: arguments(**ALONE))
     monkeypatch.setattr(SglangState, "bind_layer", lambda *_, **__: "bound")
     state = SglangState()
-    hooks._loading(state, Mock(model_config=Mock(hf_config=Mock(architectures=[architecture]))))
+    hooks._loading(state, loading(architecture))
     if not reason:
         assert state.bind(oss()) == "bound"
         return

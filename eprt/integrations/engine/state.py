@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -18,7 +18,14 @@ from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine.balancing import Balancing
 from eprt.integrations.engine.parameters import FallsBackToEngine
 from eprt.integrations.engine.ranks import redistribute
-from eprt.integrations.engine.settings import STRICT, choose, placement_of, read_placements, with_low_precision
+from eprt.integrations.engine.settings import (
+    PLACEMENT,
+    STRICT,
+    choose,
+    placement_of,
+    read_placements,
+    with_low_precision,
+)
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import Plan
@@ -27,6 +34,7 @@ from eprt.weights import ExpertWeights
 from eprt.world import World
 from eprt.world.agree import Header, exchange, fingerprint_of
 
+T = TypeVar("T")
 # How the ranks of a layer's world come by their tokens; "local": each rank is a world of its own.
 Sharing = Literal["own tokens", "same tokens", "local"]
 
@@ -68,7 +76,8 @@ class EngineState:
         balancing: what moves experts between steps, or None.
         unfinished: each `BoundLayer` whose new weights are still in the engine's parameters.
         loading: held by the thread that makes room for new weights; some models load with several.
-        spent: seconds of the start-up per purpose.
+        spent: seconds of the start-up per purpose, since the last report.
+        reported: lengths of these lists when they were reported last.
         unfit: why no layer can run in this engine at all, or "".
     """
 
@@ -86,6 +95,7 @@ class EngineState:
     unfinished: list[Any] = field(default_factory=list)
     loading: Any = field(default_factory=threading.RLock)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    reported: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     unfit: str = ""
 
     def forget(self) -> None:
@@ -95,9 +105,18 @@ class EngineState:
             if each.default_factory is not MISSING:
                 setattr(self, each.name, each.default_factory())
 
-    def options(self) -> dict[str, Any]:
-        """Returns the plugin's options. Raises ConfigError for bad ones."""
+    def given(self) -> dict[str, Any]:
+        """Returns the plugin's options as the user gave them. Raises ConfigError for bad ones."""
         raise NotImplementedError
+
+    def makes_draft(self) -> bool:
+        """Returns whether the model that is being made is a draft of another."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """Returns the plugin's options; a placement file is the model's, not its draft's. Raises ConfigError."""
+        given = self.given()
+        return {name: given[name] for name in given if name != PLACEMENT} if self.makes_draft() else given
 
     def make_world(self, sharing: Sharing) -> World:
         """Makes a World of the engine's ranks. Collective."""
@@ -224,22 +243,32 @@ class EngineState:
         self.spent[purpose] += time.monotonic() - started
 
     def report(self) -> None:
-        """Writes to the log which layers run where, and why."""
+        """Writes to the log which layers run where, and why: those that came since the last report, of a draft say."""
+        bindings, built = self._unreported("bindings", self.bindings), self._unreported("built", self.built)
+        fallbacks = {
+            reason: new for reason, names in self.fallbacks.items() if (new := self._unreported(reason, names))
+        }
         kinds: dict[tuple[Any, ...], list[LayerBinding]] = {}
-        for binding in self.bindings:
+        for binding in bindings:
             kinds.setdefault((binding.config, binding.runtime), []).append(binding)
-        total = len(self.bindings) + sum(map(len, self.fallbacks.values()))
-        for bindings in kinds.values():
-            self.logger.info("eprt: %s", describe(bindings, total, balanced=self.balancing is not None))
-        if count := sum(layer.router is not None for layer in self.built):
+        total = len(bindings) + sum(map(len, fallbacks.values()))
+        for some in kinds.values():
+            self.logger.info("eprt: %s", describe(some, total, balanced=self.balancing is not None))
+        if count := sum(layer.router is not None for layer in built):
             self.logger.info("eprt: of %d layers the gate and the choice of experts are eprt's, too", count)
         if self.balancing is not None and not any(binding.expert_parallel for binding in self.bindings):
             self.logger.warning("eprt: nothing balances experts: no layer spreads them over ranks")
-        for reason, names in self.fallbacks.items():
+        for reason, names in fallbacks.items():
             self.logger.info("eprt: %d of %d MoE layers fall back to %s: %s", len(names), total, self.engine, reason)
         if self.spent:
             spent = ", ".join(f"{seconds:.1f} s {purpose}" for purpose, seconds in self.spent.items())
             self.logger.info("eprt: ready after %s", spent)
+            self.spent.clear()
+
+    def _unreported(self, name: str, found: list[T]) -> list[T]:
+        """Returns what a list has that it had not at the last report, of which this is part."""
+        begin, self.reported[name] = self.reported[name], len(found)
+        return found[begin:]
 
 
 def describe(bindings: list[LayerBinding], total: int, *, balanced: bool = False) -> str:

@@ -185,6 +185,7 @@ def _without_all_reduce(original: Callable[..., Any], block: Any, *args: Any, **
 def _loading(state: SglangState, runner: Any, *_: Any, **__: Any) -> None:
     """Notes whose layers are made next."""
     state.architecture = next(iter(getattr(runner.model_config.hf_config, "architectures", None) or ()), "")
+    state.drafts = runner.is_draft_worker
 
 
 def _loaded(state: SglangState, _: Any, runner: Any, *__: Any, **___: Any) -> None:

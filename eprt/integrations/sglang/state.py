@@ -11,7 +11,7 @@ import torch
 
 from eprt.errors import ConfigError
 from eprt.integrations.engine.ranks import POLL_S, world_alone, world_of
-from eprt.integrations.engine.settings import PLACEMENT, fall_back
+from eprt.integrations.engine.settings import fall_back
 from eprt.integrations.engine.sleeping import Kept, address, addresses
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.sglang.supported import (
@@ -38,6 +38,7 @@ class SglangState(EngineState):
 
     Attributes:
         architecture: the model that is made now, or was made last.
+        drafts: whether that is a draft of another.
         top_k: experts that a token visits, of the router that was made last.
         lacking: what the log was told last of new weights that came in part, or "".
         kept: what comes back with the memory that SGLang gave away.
@@ -49,15 +50,17 @@ class SglangState(EngineState):
     eager_flag = EAGER
 
     architecture: str = ""
+    drafts: bool = False
     top_k: int | None = None
     lacking: str = ""
     kept: Kept = field(default_factory=Kept)
     loaded_at: set[int] = field(default_factory=set)
 
-    def options(self) -> dict[str, Any]:
-        """Returns the plugin's options; a placement file is the model's, not its draft's, which is loaded after it."""
-        given = options()
-        return {name: given[name] for name in given if name != PLACEMENT} if self.built else given
+    def given(self) -> dict[str, Any]:
+        return options()
+
+    def makes_draft(self) -> bool:
+        return self.drafts
 
     def all_to_all(self) -> bool:
         """Returns whether eprt carries tokens between the ranks."""

@@ -13,7 +13,6 @@ import eprt
 from eprt.config import MoEConfig
 from eprt.integrations.engine.balancing import BalanceConfig, Balancing
 from eprt.integrations.engine.ranks import world_alone, world_of
-from eprt.integrations.engine.settings import PLACEMENT
 from eprt.integrations.engine.state import EngineState, LayerBinding, Sharing
 from eprt.integrations.vllm.supported import (
     balance_options,
@@ -40,10 +39,11 @@ class PluginState(EngineState):
     logger = logging.getLogger("vllm.eprt")
     eager_flag = "--enforce-eager"
 
-    def options(self) -> dict[str, Any]:
-        """Returns the plugin's options; a placement file is the model's, not its draft's."""
-        given = options_of(_current())
-        return {name: given[name] for name in given if name != PLACEMENT} if makes_draft() else given
+    def given(self) -> dict[str, Any]:
+        return options_of(_current())
+
+    def makes_draft(self) -> bool:
+        return makes_draft()
 
     def make_world(self, sharing: Sharing) -> World:
         from vllm.distributed import get_tp_group
