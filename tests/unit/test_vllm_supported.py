@@ -124,7 +124,7 @@ def test_a_model_that_asks_for_partial_sums_once_its_layer_is_made_is_left(
 ) -> None:
     """`models/inkling/nvidia/moe.py`, since 0.26: the runner refuses a kernel that has summed already."""
     monkeypatch.setitem(sys.modules, "vllm.models.inkling.nvidia.moe", SimpleNamespace())
-    layer = routed(moe__moe_parallel_config=SimpleNamespace(use_ep=use_ep))
+    layer = routed(moe__moe_parallel_config=SimpleNamespace(use_ep=use_ep, dp_size=1))
     with pytest.raises(FallsBackToEngine, match="partial outputs") if use_ep else nullcontext():
         moe_config(layer, named("GptOssMxfp4MoEMethod"))
 
@@ -202,6 +202,7 @@ def routed(**changes: Any) -> SimpleNamespace:
     moe.has_bias = True
     layer = SimpleNamespace(
         moe_config=moe,
+        layer_name="model.layers.0.mlp.experts",
         expert_map_manager=SimpleNamespace(num_fused_shared_experts=0),
         expert_placement_strategy="linear",
         apply_router_weight_on_input=False,
@@ -232,6 +233,7 @@ def test_a_layers_maths() -> None:
         ({"expert_map_manager": SimpleNamespace(num_fused_shared_experts=1)}, "fused"),
         ({"apply_router_weight_on_input": True}, "experts' input"),
         ({"moe__skip_final_all_reduce": True}, "partial outputs"),
+        ({"layer_name": "model.layers.1.mlp.vision_experts"}, "only in steps in which they have tokens"),
         ({"moe__in_dtype": torch.float64}, "float64"),
         ({"activation": SimpleNamespace(value="gelu")}, "gelu"),
     ],

@@ -34,6 +34,7 @@ PREPARED = ("sharded_state", "runai_streamer_sharded", "tensorizer", "ipc_cache"
 RUNNERS = re.compile(r"vllm\.models\.(\w+\.nvidia\.\w+moe_runner|flint\.ops\.moe)$")
 # Models that sum their layers' partial outputs themselves, and say so once a layer is made.
 SUMMING = re.compile(r"vllm\.models\.inkling\.nvidia\.moe$")
+BY_KIND = ("text_experts", "vision_experts")  # ERNIE 4.5 VL's, each called for its kind of tokens where a rank has any
 FAULT_TOLERANT = "nixl_ep"  # an all-to-all of vLLM's that is so without a flag
 EPLB = "eplb"  # beside RuntimeConfig's fields there: a `BalanceConfig`, for a vLLM whose own flag refuses the platform
 
@@ -137,7 +138,9 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     """Returns the number format of experts that eprt can run. Raises FallsBackToEngine for others."""
     moe, placement = layer.moe_config, getattr(layer, "expert_placement_strategy", "linear")
     fused = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
-    sums = moe.moe_parallel_config.use_ep and (moe.skip_final_all_reduce or bool(loaded(SUMMING)))
+    parallel = moe.moe_parallel_config
+    sums = parallel.use_ep and (moe.skip_final_all_reduce or bool(loaded(SUMMING)))
+    apart = parallel.use_ep and parallel.dp_size > 1 and layer.layer_name.endswith(BY_KIND)
     reasons = [
         (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
         (moe.num_experts > moe.num_logical_experts, "experts are replicated"),
@@ -146,6 +149,7 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (fused != 0, "shared experts are fused with the routed ones"),
         (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
         (sums, "the model sums this layer's partial outputs itself"),
+        (apart, "data-parallel ranks call it only in steps in which they have tokens for it"),
     ]
     fall_back(reasons)
     source = type(getattr(method, "requantization_source", None)).__name__
