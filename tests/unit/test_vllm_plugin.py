@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import nullcontext
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +124,19 @@ def test_a_model_without_its_experts_is_not_saved(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageError, match=r"experts of 1 layers, .*VLLM_PLUGINS=none"):
         worker().save_sharded_state("experts")
     saves.assert_called_once_with("dense")
+
+
+def test_a_process_that_shares_memory_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = Mock()
+    worker = type("Worker", (), {"checkpoint_prepare": lambda _: stores()})
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=worker))
+    state = PluginState()
+    watch_worker(state)
+    for sizes, stored in (((), 1), ((1,), 2), ((1, 4), 2)):
+        state.worlds = {size: Mock(size=size) for size in sizes}
+        with pytest.raises(UsageError, match="with 3 others") if 4 in sizes else nullcontext():
+            worker().checkpoint_prepare()
+        assert stores.call_count == stored
 
 
 def test_vllms_weight_checker_sees_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:

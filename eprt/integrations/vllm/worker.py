@@ -53,6 +53,7 @@ def watch_worker(state: EngineState) -> None:
         _surround(worker, name, before=before_step)
     for name in ("save_sharded_state", "save_tensorized_model"):
         _surround(worker, name, before=partial(_require_no_experts, state))
+    _surround(worker, "checkpoint_prepare", before=partial(_require_nothing_shared, state))
     _surround(worker, "compute_weight_checksums", before=before_checksums, after=with_experts)
     _surround(worker, "reset_weights", before=zero_experts)
     _surround(worker, "sleep", before=before_sleep)
@@ -87,6 +88,15 @@ def _require_no_experts(state: EngineState, *_: Any, **__: Any) -> None:
         raise UsageError(
             f"eprt holds the experts of {count} layers, and what vLLM saves would lack them: save it from an engine "
             "that runs with VLLM_PLUGINS=none"
+        )
+
+
+def _require_nothing_shared(state: EngineState, *_: Any, **__: Any) -> None:
+    """Raises UsageError before vLLM's process is stored (since 0.32), with what eprt's ranks share left out."""
+    if ranks := max((world.size for world in state.worlds.values()), default=1) - 1:
+        raise UsageError(
+            f"this process shares eprt's buffers with {ranks} others, and a stored one would lack them: store an "
+            "engine without --enable-expert-parallel, or one that runs with VLLM_PLUGINS=none"
         )
 
 
