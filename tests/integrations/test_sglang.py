@@ -21,12 +21,14 @@ from support.engine_models import (
     by_transformers,
     experts_by_transformers,
     glm4_model,
+    glm4v_model,
     minimax_model,
     packed_model,
     qwen2_model,
     qwen3_5_model,
     qwen3_model,
     qwen3_next_model,
+    qwen3_vl_model,
     retrained,
 )
 from support.ports import free_port
@@ -39,6 +41,7 @@ ONE: dict[str, Any] = {}
 CUT: dict[str, Any] = {"tp_size": 2}  # each expert in two; SGLang sums what the parts say
 SUMMED = {"tp_size": 2, "ep_size": 2}  # SGLang sums what the ranks' experts say
 CARRIED = SUMMED | {"dp_size": 2, "enable_dp_attention": True, "enable_dp_lm_head": True}
+TEXT = {"enable_multimodal": False}  # images are made ready by files that the tiny models haven't got
 WHERE = ("over 2 ranks", "on this rank alone")
 RANKS = pytest.mark.parametrize("engine", [ONE, CARRIED], ids=["one", "two"])
 LINE = "3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.experts)"
@@ -234,10 +237,12 @@ def test_a_router_with_a_bias_and_shared_experts(engine: dict[str, Any], tmp_pat
     [
         (qwen2_model, "mlp", CARRIED),
         (qwen3_next_model, "mlp", CARRIED),
-        (qwen3_5_model, "mlp", CARRIED | {"enable_multimodal": False}),  # images are made ready by files it hasn't got
+        (qwen3_5_model, "mlp", CARRIED | TEXT),
+        (qwen3_vl_model, "mlp", CARRIED | TEXT),
+        (glm4v_model, "mlp", CARRIED | TEXT),
         (minimax_model, "block_sparse_moe", CARRIED | {"enable_dp_lm_head": False}),  # its head is cut in any case
     ],
-    ids=["qwen2-moe", "qwen3-next", "qwen3.5-moe", "minimax-m2"],
+    ids=["qwen2-moe", "qwen3-next", "qwen3.5-moe", "qwen3-vl-moe", "glm-4.5v", "minimax-m2"],
 )
 def test_blocks_of_other_models(
     make: Callable[[Path], Any], block: str, engine: dict[str, Any], tmp_path: Path

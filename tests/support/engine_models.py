@@ -94,6 +94,10 @@ def qwen3_next_model(folder: Path) -> Any:
     return model
 
 
+IMAGES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+MARKS = {"image_token_id": 508, "video_token_id": 509, "vision_start_token_id": 510, "vision_end_token_id": 511}
+
+
 def qwen3_5_model(folder: Path) -> Any:
     """Writes a tiny Qwen3.5-MoE in float32, with its vision tower: blocks as those of Qwen3-Next, settings one level
     deeper."""
@@ -102,12 +106,46 @@ def qwen3_5_model(folder: Path) -> Any:
     torch.manual_seed(8)
     experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
     layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "full_attention_interval": 1}
-    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
-    marks = {"image_token_id": 508, "video_token_id": 509, "vision_start_token_id": 510, "vision_end_token_id": 511}
-    text, vision = SIZES | experts | layers | {"dtype": "float32"}, images | {"out_hidden_size": SIZES["hidden_size"]}
-    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, **marks)
+    text = SIZES | experts | layers | {"dtype": "float32"}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=IMAGES | {"num_position_embeddings": 16}, **MARKS)
     model = Qwen3_5MoeForConditionalGeneration(config).float().eval()
     model.generation_config.use_cache = False
+    model.save_pretrained(folder)
+    return model
+
+
+def qwen3_vl_model(folder: Path) -> Any:
+    """Writes a tiny Qwen3-VL-MoE in float32, with its vision tower: Qwen3-MoE's blocks, settings one level deeper."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    torch.manual_seed(9)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    text = SIZES | {"moe_intermediate_size": 64, "num_hidden_layers": 2, "dtype": "float32", "rope_parameters": rope}
+    images = IMAGES | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=images, **MARKS)
+    model = Qwen3VLMoeForConditionalGeneration(config).float().eval()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")  # published experts are [E, inputs, outputs]
+    turned = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    save_file(tensors | turned, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def glm4v_model(folder: Path) -> Any:
+    """Writes a tiny GLM-4.5V in float32, with its vision tower: GLM-4.5's blocks, settings one level deeper."""
+    from transformers import Glm4vMoeConfig, Glm4vMoeForConditionalGeneration
+
+    torch.manual_seed(10)
+    sizes = {name: size for name, size in SIZES.items() if name != "num_experts"}
+    routed = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 2, 3], "partial_rotary_factor": 0.5}
+    layers = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 0, "rope_parameters": rope}
+    text = sizes | routed | layers | {"dtype": "float32"}
+    config = Glm4vMoeConfig(text_config=text, vision_config=IMAGES, **MARKS)
+    model = Glm4vMoeForConditionalGeneration(config).float().eval()
+    for layer in model.model.language_model.layers:
+        layer.mlp.gate.e_score_correction_bias.normal_(std=0.3)
     model.save_pretrained(folder)
     return model
 

@@ -309,14 +309,30 @@ def test_a_file_of_its_own_for_quantisation_is_read(qwen3: Path) -> None:
     assert supported.all_to_all_reason(arguments(model_path=str(qwen3)), {}) == "experts in mxfp8"
 
 
-def test_a_dtype_may_lie_beside_the_text_models_sizes(qwen3: Path) -> None:
-    config = MODELS["Qwen3.5-397B-A17B"] | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
-    for dtype, reason in (("bfloat16", ""), ("float32", "experts in float16")):
-        config["text_config"] = config["text_config"] | {"dtype": dtype}
-        (qwen3 / "config.json").write_text(json.dumps(config))
-        found = supported.all_to_all_reason(arguments(model_path=str(qwen3)), {})
-        assert found.startswith(reason)
-        assert bool(found) == bool(reason)
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "text"),
+    [
+        ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", MODELS["Qwen3.5-397B-A17B"]["text_config"]),
+        ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", MODELS["Qwen3-30B-A3B"]),
+        ("Glm4vMoeForConditionalGeneration", "glm4v_moe", MODELS["GLM-4.5-Air"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "algorithm", "reason"),
+    [("bfloat16", "FP8", ""), ("float32", None, "experts in float16"), ("bfloat16", "MXFP8", "experts in mxfp8")],
+)
+def test_models_with_images_nest_the_text_models_config(
+    qwen3: Path, architecture: str, model_type: str, text: dict[str, Any], dtype: str, algorithm: Any, reason: str
+) -> None:
+    """Its dtype, too; quantised modules have names with a prefix."""
+    last = f"model.language_model.layers.{text['num_hidden_layers'] - 1}.mlp.experts"
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {last: {"quant_algo": algorithm}}}
+    config = {"architectures": [architecture], "model_type": model_type, "text_config": text | {"dtype": dtype}}
+    config |= {"quantization_config": {"quant_method": "modelopt", **mixed}} if algorithm else {}
+    (qwen3 / "config.json").write_text(json.dumps(config))
+    found = supported.all_to_all_reason(arguments(model_path=str(qwen3)), {})
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
 
 
 def test_gpt_oss_names_no_dtype(qwen3: Path) -> None:
@@ -453,27 +469,30 @@ def test_graphs_of_prefill_are_sglangs_default_unless_they_are_compiled(
 
 
 @pytest.mark.parametrize(
-    ("flags", "latent", "asked"),
+    ("flags", "model", "asked"),
     [
-        ({}, False, "breakable"),
-        ({}, True, None),
-        ({"disable_prefill_cuda_graph": True}, False, None),
-        ({"disable_cuda_graph": True}, False, None),
-        ({"disaggregation_mode": "decode"}, False, None),
-        ({"device": "cpu"}, False, None),
-        ({"enable_memory_saver": True}, False, "breakable"),
-        ({"enable_memory_saver": "graphs"}, False, None),  # with the graphs' memory
-        ({"cuda_graph_backend_prefill": "full"}, False, "full"),
+        ({}, {}, "breakable"),
+        ({}, {"kv_lora_rank": 512}, None),
+        ({}, {"text_config": {"kv_lora_rank": 512}}, None),
+        ({}, {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "breakable"),
+        ({}, {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, None),
+        ({"disable_prefill_cuda_graph": True}, {}, None),
+        ({"disable_cuda_graph": True}, {}, None),
+        ({"disaggregation_mode": "decode"}, {}, None),
+        ({"device": "cpu"}, {}, None),
+        ({"enable_memory_saver": True}, {}, "breakable"),
+        ({"enable_memory_saver": "graphs"}, {}, None),  # with the graphs' memory
+        ({"cuda_graph_backend_prefill": "full"}, {}, "full"),
     ],
 )
 def test_graphs_of_prefill_are_asked_for_under_eprts_all_to_all(
-    flags: dict[str, Any], latent: bool, asked: str | None, monkeypatch: pytest.MonkeyPatch
+    flags: dict[str, Any], model: dict[str, Any], asked: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang switches its default off where it doesn't know who carries the tokens."""
     if flags.get("enable_memory_saver") == "graphs":
         monkeypatch.setenv(supported.GRAPHS_ASLEEP, "1")
     monkeypatch.setattr(hooks, "all_to_all_reason", lambda args, given: "")
-    monkeypatch.setattr(supported, "_model_config", lambda args: {"kv_lora_rank": 512} if latent else {})
+    monkeypatch.setattr(supported, "_model_config", lambda args: model)
     several = arguments(cuda_graph_config=None, **flags)
     hooks._arguments_made(SglangState(), lambda args: None, several)
     assert several.moe_a2a_backend == supported.CARRIED

@@ -54,6 +54,7 @@ def install(state: SglangState) -> None:
     register(f"server_args.ServerArgs.{resolves}", partial(_arguments_made, state))
     register("layers.moe.utils.MoeA2ABackend.is_flashinfer", _carries_tokens)
     register(_LAYER + "create_moe_dispatcher", _dispatcher)
+    register("eplb.expert_location_dispatch.ExpertLocationDispatchInfo.init_new", _experts_in_order)
     register("layers.moe.moe_runner.runner.MoeRunner.__init__", _runner_made)
     register("layers.moe.topk.TopK.__init__", partial(_router_made, state), HookType.AFTER)
     register("state_capturer.routed_experts.RoutedExpertsCapturer._get_local_slice", _recorded_rows)
@@ -110,6 +111,14 @@ def _dispatcher(original: Callable[..., Any], config: Any, **more: Any) -> Any:
     from sglang.srt.layers.moe import get_moe_a2a_backend
 
     return pass_through() if get_moe_a2a_backend().is_customized() else original(config, **more)
+
+
+def _experts_in_order(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Says of no layer that its experts lie out of order. SGLang 0.5.17 looks that up under every all-to-all, in a
+    table that GLM-4.5V hasn't got."""
+    from sglang.srt.layers.moe import get_moe_a2a_backend
+
+    return None if get_moe_a2a_backend().is_customized() else original(*args, **kwargs)
 
 
 def _recorded_rows(original: Callable[..., Any], recorder: Any, *args: Any, **kwargs: Any) -> Any:

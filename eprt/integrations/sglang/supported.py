@@ -38,18 +38,23 @@ ALL_TO_ALL = "all_to_all"  # beside RuntimeConfig's fields there; False: SGLang 
 CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
 EAGER = "--disable-cuda-graph"
 GRAPHS_ASLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # with --enable-memory-saver
-# Models whose code was read for what it does around the experts under an all-to-all.
-ARCHITECTURES = (
-    "Qwen3MoeForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-    "GptOssForCausalLM",
-    "Glm4MoeForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-)
+# Models whose code was read for what it does around the experts under an all-to-all, each with the fields that make its
+# config, where that nests a text model's, one of that model's family.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {},
+    "Qwen2MoeForCausalLM": {},
+    "Qwen3NextForCausalLM": {},
+    "GptOssForCausalLM": {},
+    "Glm4MoeForCausalLM": {},
+    "DeepseekV3ForCausalLM": {},
+    "MiniMaxM2ForCausalLM": {},
+    "Qwen3_5MoeForConditionalGeneration": {},
+    "Qwen3VLMoeForConditionalGeneration": {"model_type": "qwen3_moe"},
+    "Glm4vMoeForConditionalGeneration": {"model_type": "glm4_moe"},
+}
 MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # so, too, for the layers of their own that draft tokens
+# Models with images, of which SGLang replays prefills in pieces wrongly.
+WITHOUT_PREFILL_GRAPHS = ("Qwen3VLMoeForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
 DENSE_DRAFTS = ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3")
 FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
 COMPRESSED = "compressed-tensors"
@@ -152,13 +157,15 @@ def keeps_prefill_graphs(args: Any) -> bool:
     """Returns whether a flag has to ask for CUDA graphs of prefill, which SGLang's default keeps from foreign
     all-to-alls. All ranks replay them at once, padded to one size, or none does.
 
-    SGLang has none for latent attention (DeepSeek's), on ranks that only decode, and in memory that it gives away.
+    SGLang has none for latent attention (DeepSeek's), for most models with images, on ranks that only decode, and in
+    memory that it gives away.
     """
     given_away = args.enable_memory_saver and os.environ.get(GRAPHS_ASLEEP, "").lower() in ("true", "1")
     if args.moe_a2a_backend != CARRIED or _device(args) != "cuda" or given_away:
         return False
-    latent = _model_config(args).get("kv_lora_rank") is not None
-    return not latent and getattr(args, "disaggregation_mode", "null") != "decode"
+    found = flatten(_model_config(args))
+    lacking = found.get("kv_lora_rank") is not None or _architecture(found) in WITHOUT_PREFILL_GRAPHS
+    return not lacking and getattr(args, "disaggregation_mode", "null") != "decode"
 
 
 def compiles_prefill(args: Any) -> bool:
@@ -246,6 +253,8 @@ def _require_model(args: Any, given: dict[str, Any], found: dict[str, Any]) -> N
         ]
     )
     device = torch.device(_device(args))
+    if of_text := ARCHITECTURES[name]:  # a family's, which knows its modules without the prefix
+        found = json.loads(json.dumps(said | of_text).replace("model.language_model.", "model."))
     try:
         family = family_for(found)
         for layer in family.moe_layers(found)[-1:]:

@@ -19,6 +19,7 @@ def register() -> None:
     from sglang.srt.layers.quantization import fp8, mxfp4
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
     from sglang.srt.models import minimax_m2, qwen2_moe
 
@@ -32,6 +33,7 @@ def register() -> None:
     fp8.Fp8LinearMethod.__new__ = lambda *args: UnquantizedLinearMethod()  # a CPU has no kernels for it
     qwen2_moe.fused_gate_sigmoid_mul_add = _gated
     minimax_m2.MiniMaxM2QKRMSNorm.forward = _normed
+    forward_batch_info.ForwardBatch._pad_inputs_to_size = _placed(forward_batch_info.ForwardBatch._pad_inputs_to_size)
     dp_attention.memcpy_triton = _copied  # 0.5.23 has its own for a CPU
     # Imports kernels of linear attention, which the tests' Qwen3-Next hasn't got.
     attention_backend_setup.attn_backend_wrapper = lambda runner, full: full
@@ -62,6 +64,18 @@ def _normed(norms: Any, *heads: torch.Tensor) -> list[torch.Tensor]:
     """Normalizes queries over all heads, and keys, for which SGLang has kernels of Triton and for AMX alone."""
     pairs = zip(heads, (norms._q_norm, norms._k_norm), strict=True)
     return [rms_norm(each, each.shape[-1:], norm.weight, norm.variance_epsilon) for each, norm in pairs]
+
+
+def _placed(pad: Callable[..., None]) -> Callable[..., None]:
+    """Gives an idle rank's rows positions, which have three axes in models with images. SGLang 0.5.17 forgets them in
+    steps without a CUDA graph."""
+
+    def padded(batch: Any, runner: Any, *sizes: int) -> None:
+        if batch.mrope_positions is None and runner.model_config.model_is_mrope:
+            batch.mrope_positions = torch.zeros(3, len(batch.positions), dtype=torch.int64)
+        pad(batch, runner, *sizes)
+
+    return padded
 
 
 def _copied(to: torch.Tensor, source: torch.Tensor, _: int, at: int, rows: int, reads_at: bool) -> None:
