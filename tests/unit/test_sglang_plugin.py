@@ -335,6 +335,18 @@ def test_models_with_images_nest_the_text_models_config(
     assert bool(found) == bool(reason)
 
 
+@pytest.mark.parametrize(("algorithm", "reason"), [("fp8", ""), ("awq", "experts in awq")])
+def test_mimo_v2_lists_its_layers_and_has_no_factor(qwen3: Path, algorithm: str, reason: str) -> None:
+    config = MODELS["GLM-4.5"] | {"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash"}
+    config |= {"moe_layer_freq": [0] + [1] * (config["num_hidden_layers"] - 1), "first_k_dense_replace": None}
+    config |= {"routed_scaling_factor": None, "n_shared_experts": None, "scoring_func": "sigmoid"}
+    config |= {"quantization_config": {"quant_method": algorithm, "weight_block_size": [128, 128], "bits": 4}}
+    (qwen3 / "config.json").write_text(json.dumps(config))
+    found = supported.all_to_all_reason(arguments(model_path=str(qwen3)), {})
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
 def test_gpt_oss_names_no_dtype(qwen3: Path) -> None:
     """SGLang takes bfloat16 around MXFP4."""
     (qwen3 / "config.json").write_text(json.dumps(MODELS["gpt-oss-20b"]))

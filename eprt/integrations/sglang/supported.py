@@ -38,8 +38,10 @@ ALL_TO_ALL = "all_to_all"  # beside RuntimeConfig's fields there; False: SGLang 
 CARRIED = "customized"  # SGLang's name for an all-to-all that isn't its own
 EAGER = "--disable-cuda-graph"
 GRAPHS_ASLEEP = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # with --enable-memory-saver
-# Models whose code was read for what it does around the experts under an all-to-all, each with the fields that make its
-# config, where that nests a text model's, one of that model's family.
+# Its config lists which layers have experts, has no factor, and else the names of GLM-4.5's.
+MIMO_V2 = {"model_type": "glm4_moe", "moe_layer_freq": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+# Models whose code was read for what it does around the experts under an all-to-all. The fields make the config of one
+# without a family, which may nest its text model's, that of a family with the same maths.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {},
     "Qwen2MoeForCausalLM": {},
@@ -51,6 +53,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3_5MoeForConditionalGeneration": {},
     "Qwen3VLMoeForConditionalGeneration": {"model_type": "qwen3_moe"},
     "Glm4vMoeForConditionalGeneration": {"model_type": "glm4_moe"},
+    "MiMoV2FlashForCausalLM": MIMO_V2,
 }
 MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # so, too, for the layers of their own that draft tokens
 # Models with images, of which SGLang replays prefills in pieces wrongly.
