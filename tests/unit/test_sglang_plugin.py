@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -522,6 +523,8 @@ def oss(**changes: Any) -> Any:
 def test_a_layers_maths() -> None:
     assert supported.moe_config(oss(), all_to_all=True) == MXFP4
     assert supported.moe_config(oss(), all_to_all=False).num_experts == 64  # this rank's
+    scaled = supported.moe_config(oss(apply_router_weight_on_input=True, top_k=1), all_to_all=True)
+    assert scaled == replace(MXFP4, top_k=1, weight_on_input=True)
 
 
 def test_a_layer_that_is_not_told_its_top_k_has_its_routers() -> None:
@@ -539,7 +542,7 @@ def test_a_layer_that_is_not_told_its_top_k_has_its_routers() -> None:
     ("change", "reason"),
     [
         ({"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
-        ({"apply_router_weight_on_input": True}, "experts' input"),
+        ({"apply_router_weight_on_input": True}, "an input for each"),
         ({"no_combine": True}, "combines the experts' outputs itself"),
         ({"is_shared_fused_moe": True}, "shared ones"),
         ({"moe_tp_size": 2}, "cut in 2"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,6 +221,8 @@ TWO_RANKS, HOPPER = ParallelConfig(world_size=2), Device("cuda", 90)
 
 def test_a_layers_maths() -> None:
     assert moe_config(routed(), named("GptOssMxfp4MoEMethod")) == GPT_OSS
+    llama4 = routed(apply_router_weight_on_input=True, moe__experts_per_token=1)
+    assert moe_config(llama4, named("GptOssMxfp4MoEMethod")) == replace(GPT_OSS, top_k=1, weight_on_input=True)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ def test_a_layers_maths() -> None:
         ({"moe__num_experts": 126}, "constants stand for some"),
         ({"expert_placement_strategy": "round_robin"}, "round_robin"),
         ({"expert_map_manager": SimpleNamespace(num_fused_shared_experts=1)}, "fused"),
-        ({"apply_router_weight_on_input": True}, "experts' input"),
+        ({"apply_router_weight_on_input": True}, "an input for each"),
         ({"moe__skip_final_all_reduce": True}, "partial outputs"),
         ({"layer_name": "model.layers.1.mlp.vision_experts"}, "only in steps in which they have tokens"),
         ({"moe__in_dtype": torch.float64}, "float64"),

@@ -313,7 +313,6 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
     fall_back(
         [
             (layer.num_fused_shared_experts > 0, "shared experts are fused: --disable-shared-experts-fusion"),
-            (config.apply_router_weight_on_input, "router weights are applied to the experts' input"),
             (config.no_combine, "the model combines the experts' outputs itself"),
             (getattr(layer, "is_shared_fused_moe", False), "its experts are shared ones"),
             (getattr(method, "load_up_proj_weight_first", False), "rows of up are loaded before the gate's"),
@@ -334,6 +333,7 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
         [
             (top_k == 0, "SGLang doesn't say how many experts a token visits"),
             (top_k > experts, f"top-{top_k} of {experts} experts on a rank"),
+            (config.apply_router_weight_on_input and top_k > 1, "an input for each of a token's experts"),
             (alternating, "FP8 blocks over rows that alternate gate, up"),
         ]
     )
@@ -346,6 +346,7 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
         activation=activation_of(config),
         bias=layer.with_bias,
         weight_format=found,
+        weight_on_input=config.apply_router_weight_on_input,
     )
 
 

@@ -125,6 +125,7 @@ def moe_config(layer: Any, method: Any) -> MoEConfig:
         activation=activation_of(layer),
         bias=moe.has_bias,
         weight_format=weight_format,
+        weight_on_input=layer.apply_router_weight_on_input,
     )
 
 
@@ -147,7 +148,7 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (moe.num_experts < moe.num_logical_experts, "constants stand for some experts"),  # expert_substitution, 0.33
         (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
         (fused != 0, "shared experts are fused with the routed ones"),
-        (layer.apply_router_weight_on_input, "router weights are applied to the experts' input"),
+        (layer.apply_router_weight_on_input and moe.experts_per_token > 1, "an input for each of a token's experts"),
         (sums, "the model sums this layer's partial outputs itself"),
         (apart, "data-parallel ranks call it only in steps in which they have tokens for it"),
     ]
