@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from eprt import compiled
 from eprt.errors import EprtError, RankLost, UsageError, WorldMismatch
-from eprt.integrations.transformers.dense import refuse_to_copy
+from eprt.integrations.transformers.dense import refuse_to_copy, shares_dense_weights
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.world import World
@@ -362,7 +363,10 @@ def lockstep(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _meet_before_fsdp(model: nn.Module, agreement: ForwardAgreement) -> Iterator[None]:
-    """Lets the ranks agree at the model's own call: FSDP's first collective comes before any layer."""
+    """Lets the ranks agree at the model's own call: FSDP's first collective comes before any layer.
+
+    The loop of `model.generate` doesn't meet the others' by itself then, which a rank may not enter.
+    """
 
     def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("input_ids", args[0] if args else None)
@@ -371,16 +375,10 @@ def _meet_before_fsdp(model: nn.Module, agreement: ForwardAgreement) -> Iterator
 
     hook = model.register_forward_pre_hook(meet, prepend=True, with_kwargs=True)
     try:
-        yield
+        with patch.object(model, "_is_fsdp_managed_module", False, create=True):  # what the loop asks
+            yield
     finally:
         hook.remove()
-
-
-def shares_dense_weights(model: nn.Module) -> bool:
-    """Returns whether FSDP gathers the model's dense weights in a forward."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)
 
 
 class _NoBackward(torch.autograd.Function):

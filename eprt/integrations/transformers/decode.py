@@ -24,7 +24,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from eprt.errors import UsageError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import refusal as pair_refusal
-from eprt.integrations.transformers.agreement import ForwardAgreement, shares_dense_weights
+from eprt.integrations.transformers.agreement import ForwardAgreement
+from eprt.integrations.transformers.dense import shares_dense_weights
 from eprt.integrations.transformers.options import option_of
 
 logger = logging.getLogger("eprt")

@@ -26,6 +26,13 @@ _NOT_LOADED = (
 )
 
 
+def shares_dense_weights(model: nn.Module) -> bool:
+    """Returns whether FSDP gathers the model's dense weights in a forward."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
 def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
     """Raises ConfigError if weights outside of `outside` (prefixes of names) are on meta, or hold NaN. Infinity may be
     meant: an attention sink that takes nothing."""

@@ -115,6 +115,27 @@ def idle_at_first(context: RankContext, folder: str, ids: torch.Tensor, **sizes:
     return found
 
 
+def call_own_loop(
+    context: RankContext,
+    folder: str,
+    prompts: list[list[list[int]]],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    **sizes: Any,
+) -> list[list[int]]:
+    """What `model.generate` itself adds to this rank's prompts, in as many calls, in lockstep with the other ranks."""
+    from eprt.integrations.transformers import expert_layers, lockstep
+
+    model = expert_parallel(context, folder, dtype, **sizes)
+    with lockstep(model):
+        found = [alone(model, prompt, **options) for prompt in prompts[context.rank]]
+    layers = expert_layers(model)
+    for layer in layers:
+        layer.close()
+    layers[0].world.close()
+    return found
+
+
 def crossed_models(context: RankContext, folder: str, ids: torch.Tensor, **sizes: Any) -> str:
     """What a rank is told that calls another model than the other rank, of two that were loaded alike."""
     models = [expert_parallel(context, folder, torch.float32, **sizes) for _ in range(2)]
