@@ -157,6 +157,8 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "another model inside lockstep": ("UsageError", "the ranks call different models at once (rank 0 model"),
         "a forward broken off": ("UsageError", "between two layers"),
         "generate after it": (NOTHING,),
+        "another forward broken off": ("UsageError", "between two layers"),
+        "another model after it": (NOTHING,),
         "backward to a router": ("UsageError", "has no gradient"),
         "router logits in the config later": ("UnsupportedError", "output_router_logits=True"),
         "pickle own block": ("UsageError", "can't be pickled or deep-copied"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -108,6 +109,9 @@ class Place:
     __reduce_ex__ = refuse_to_copy
 
 
+_LAST: WeakValueDictionary[World, ForwardAgreement] = WeakValueDictionary()  # to have opened a step of each World
+
+
 class ForwardAgreement:
     """Opens one `World.step` per forward, from its first MoE layer to its last.
 
@@ -187,12 +191,12 @@ class ForwardAgreement:
         Raises:
             UsageError: another rank calls another model of this World; the same on every rank.
         """
-        self.end()  # one that an exception kept from its last layer
+        _LAST.get(self.world, self).end()  # one that an exception kept from its last layer, in this model or another
         going = True
         if self.world.current_step is None:
             step = self.world.step(num_tokens or 0, words=(int(num_tokens is None), self._number))
             words = step.__enter__().words
-            self._step = step
+            self._step, _LAST[self.world] = step, self
             here = {rank: said for rank, said in enumerate(words) if self.world.alive[rank]}
             going = not all(left for left, _ in here.values())
             if len({number for _, number in here.values()}) > 1:
@@ -337,7 +341,7 @@ def lockstep(model: nn.Module) -> Iterator[None]:
             "lockstep or generate inside of lockstep, or in two threads at once: leave it first; generate keeps ranks "
             "in step itself, and takes several prompts"
         )
-    agreement.end()  # a forward that an exception broke off between two layers
+    _LAST.get(agreement.world, agreement).end()  # a forward that an exception broke off between two layers
     if agreement.world.current_step is not None:
         raise UsageError("lockstep or generate inside of World.step: leave the step first, each forward opens its own")
     expert_layers(model)  # built now, if need be

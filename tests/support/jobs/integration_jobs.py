@@ -198,6 +198,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     with_own_block.model.layers[0].feed_forward.router.requires_grad_(True)
     with_own_block.lm_head.requires_grad_(True)
     attempt("backward to a router", lambda: with_own_block(torch.tensor([[5]])).logits.sum().backward())
+    attempt("another forward broken off", lambda: broken_off(with_own_block))
     for layer in own_layers:
         layer.close()
     attempt("twice own block", lambda: parallelize(with_own_block, world, runtime))
@@ -213,6 +214,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("generate too early", lambda: generate(model, [[5]]))
     layers = parallelize(model, world, runtime)
     ids = torch.tensor([[5, 6, 7]])
+    attempt("another model after it", lambda: model(ids))
     attempt("twice", lambda: parallelize(model, world, runtime))
     attempt("router logits in a call", lambda: model(ids, output_router_logits=True))
     attempt("router logits without the head", lambda: model.model(ids, output_router_logits=True))
