@@ -363,6 +363,20 @@ def test_fields_of_the_config_and_folders_are_options_too(tmp_path: Path, option
     assert not Path("saved").exists()
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"variant": "fp16"}, {"use_safetensors": False}, {"key_mapping": {"^net": "model"}}, {"gguf_file": "a.gguf"}],
+    ids=str,
+)
+def test_all_weights_come_from_the_files_of_the_experts(tmp_path: Path, option: dict) -> None:
+    """Else attention would be another file's."""
+    from eprt.integrations.transformers import load_without_experts
+
+    write_tiny_checkpoint(tmp_path, num_layers=1)
+    with pytest.raises(ConfigError, match=f"{next(iter(option))}=.* leave it out"):
+        load_without_experts(tmp_path, **option)
+
+
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     from eprt.integrations.transformers.load import find_checkpoint
 

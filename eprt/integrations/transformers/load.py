@@ -23,6 +23,7 @@ from eprt.models.hf_config import flatten, section
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _MODELS = ("dtype", "torch_dtype", "quantization_config")  # of the model as it is loaded, whatever its config says
+_ELSEWHERE = ("variant", "gguf_file", "key_mapping")  # let `from_pretrained` read other files, or by other names
 _PACKED = (".qweight", ".weight_packed")
 # Models whose code transformers has under another name: Kimi-K2's authors give DeepSeek-V3's as theirs, and their own
 # config.json's model_type only tells engines the two apart (docs/deploy_guidance.md beside the checkpoint).
@@ -63,12 +64,14 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
     Raises:
         CheckpointError: no such directory or model, its files aren't a checkpoint, or lack what lies outside of the
             experts. ConfigError: transformers has no class that generates text for it, or misses a library for its
-            packed weights; its experts are packed and its family isn't in `eprt.models.FAMILIES`.
+            packed weights; its experts are packed and its family isn't in `eprt.models.FAMILIES`; an option that lets
+            transformers read other files than the experts'.
     """
     directory = find_checkpoint(path_or_hub_id, **{name: options.pop(name) for name in _WHERE if name in options})
     directory /= options.pop("subfolder", None) or ""
     files = Checkpoint(directory)  # refuses what isn't a checkpoint
     files.close()
+    _require_files_of_experts(options)
     if (said := flatten(files.config)).get("quantization_config") is not None:
         section(said, "quantization_config")  # else transformers breaks off
     config: Any = options.pop("config", None) or directory
@@ -93,6 +96,19 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
         del config.quantization_config  # only the experts are packed: what is left is plain
     lean = _emptied(directory, kind, lambda model: _hold_places(model, paths, directory))
     return _load(lean, directory, config, options)
+
+
+def _require_files_of_experts(options: dict[str, Any]) -> None:
+    """Raises ConfigError for an option that lets transformers read other files than eprt reads the experts from."""
+    asked = {name: options[name] for name in _ELSEWHERE if options.get(name)}
+    if options.get("use_safetensors") is False:
+        asked["use_safetensors"] = False
+    if asked:
+        name = next(iter(asked))
+        raise ConfigError(
+            f"{name}={shown(asked[name])}: experts are read from model.safetensors (or its index) by their published "
+            "names, and the rest has to be of the same files: leave it out, or save the model so"
+        )
 
 
 def _load(lean: type[Any], directory: Path, config: Any, options: dict[str, Any]) -> Any:
