@@ -160,8 +160,12 @@ def test_experts_of_text_and_of_images_lie_where_their_own_placements_say() -> N
             lambda held, key: held.update({key: held[key][1:]}),
             r"experts can't be read: \S*down_proj: stack expects each",
         ),
+        (
+            lambda held, key: [held.pop(name) for name in list(held) if name.startswith(key.partition(".3.")[0])],
+            r"the experts of model\.layers\.0\.feed_forward\.experts can't be read: no tensor of theirs",
+        ),
     ],
-    ids=["missing", "cut"],
+    ids=["missing", "cut", "none"],
 )
 def test_an_expert_that_is_not_as_the_others(tmp_path: Path, change, said: str) -> None:
     from eprt.integrations.transformers import load_without_experts, spread

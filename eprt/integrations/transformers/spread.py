@@ -276,6 +276,9 @@ class CheckpointSource(_Source):
         from transformers.modeling_utils import LoadStateDictConfig
 
         experts, E = self.modules[path], whole["down_proj"].shape[0]
+        if not self._keys[path]:
+            where = self.checkpoint.directory
+            raise CheckpointError(f"{where}: the experts of {path} can't be read: no tensor of theirs")
         # LongCat-Flash counts experts without weights (they return the token itself) among those of the first matrix.
         total = E + (getattr(experts, "zero_expert_num", 0) or 0)
         for key in self._keys[path]:  # all before the first is read: scales of packed experts have any shape
