@@ -142,6 +142,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "to meta": ("UsageError", "can't go to meta"),
         "to where it is": (NOTHING,),
         "other weights": ("WorldMismatch", "1 weights outside of the experts", "lm_head.weight the first"),
+        "other packed weights": ("WorldMismatch", "model.layers.0.self_attn.q_proj.weight.numbers the first"),
         "other family": ("ConfigError", "is a checkpoint of {'qwen3_moe'}, the model is of {'jamba'}: give its own"),
         "meta head": ("ConfigError", "1 of the model's weights are on meta (lm_head.weight, ...)"),
         "tensor parallel": ("ConfigError", "sharded over 2 ranks", "attention_tp_size is 1", "without tp_plan"),

@@ -52,9 +52,9 @@ def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
 
 
 def _has_extremes(weight: torch.Tensor) -> bool:
-    """Tells whether `aminmax` knows a tensor's numbers: not those of FP8, of other ranks, or of none."""
-    whole = weight.is_floating_point() and weight.element_size() > 1 and not hasattr(weight, "to_local")
-    return whole and weight.numel() > 0
+    """Tells whether `aminmax` knows a tensor's numbers: not those of FP8, of other ranks, packed, or of none."""
+    plain = weight.is_floating_point() and weight.element_size() > 1 and not hasattr(weight, "__tensor_flatten__")
+    return plain and weight.numel() > 0
 
 
 def require_unspread(model: nn.Module) -> None:
@@ -84,11 +84,10 @@ def require_same_weights(model: nn.Module, world: World, outside: tuple[str, ...
 
     Weights that are sharded over ranks are left out. Raises WorldMismatch, which names the first that differs.
     """
-    found = {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if not name.startswith(outside) and not hasattr(parameter, "to_local") and not parameter.is_meta
-    }
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not name.startswith(outside) and not hasattr(parameter, "to_local") and not parameter.is_meta:
+            found |= _parts(name, parameter.detach())
     hashes = _hashes(found)
     try:
         exchange(world, Header("load", -1, 0, fingerprint=fingerprint_of(hashes)))
@@ -104,6 +103,15 @@ def require_same_weights(model: nn.Module, world: World, outside: tuple[str, ...
         )
         mismatch.args = (f"{why}\n{mismatch}",)
         raise
+
+
+def _parts(name: str, weight: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors that hold a weight's bytes, by name: torchao packs one into several."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        return {name: weight}
+    inner: dict[str, Any] = {part: getattr(weight, part) for part in weight.__tensor_flatten__()[0]}
+    tensors = {f"{name}.{part}": value for part, value in inner.items() if isinstance(value, torch.Tensor)}
+    return {path: part for outer, value in tensors.items() for path, part in _parts(outer, value).items()}
 
 
 def _hashes(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -151,6 +151,26 @@ def refusals(context: RankContext, checkpoint: str, own: str) -> list[str]:
     ]
 
 
+class Packed(torch.Tensor):
+    """A weight as torchao packs it: it computes little, and its numbers lie in tensors of its own."""
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers, self.zero_point = numbers, None
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "zero_point"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, call, types, args=(), kwargs=None):
+        if call is torch.ops.aten.detach.default:
+            return cls(args[0].numbers)
+        raise NotImplementedError(f"{call} of a packed weight")
+
+
 def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     """What is said to each mistake. `folders`: checkpoints of other qwen3_moe models."""
     import copy
@@ -210,6 +230,10 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     other = fresh()
     other.lm_head.weight.data[-1, -1] += world.rank
     attempt("other weights", lambda: parallelize(other, world, runtime))
+    other = fresh()
+    numbers = torch.full((32, 64), world.rank, dtype=torch.int8)
+    other.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(Packed(numbers), requires_grad=False)
+    attempt("other packed weights", lambda: parallelize(other, world, runtime))
     model = fresh()
     attempt("generate too early", lambda: generate(model, [[5]]))
     layers = parallelize(model, world, runtime)
