@@ -378,6 +378,23 @@ def test_all_weights_come_from_the_files_of_the_experts(tmp_path: Path, option: 
         load_without_experts(tmp_path, **option)
 
 
+def test_packing_attention_while_it_is_loaded_leaves_the_experts_in_the_files(tmp_path: Path, monkeypatch) -> None:
+    """transformers' FP8 puts modules of its own in the place of experts, too."""
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    from eprt.integrations.transformers import load_without_experts, parallelize
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)  # it asks for a GPU
+    tiny_families.tiny_model("flex_olmo").save_pretrained(tmp_path)
+    packed = FineGrainedFP8Config(weight_block_size=(16, 16))
+    model = load_without_experts(tmp_path, quantization_config=packed)
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.float8_e4m3fn
+    assert not any(".experts." in name for name, _ in model.named_parameters())
+    with World.from_env("cpu") as world:
+        assert len(parallelize(model, world)) == tiny_families.LAYERS
+
+
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     from eprt.integrations.transformers.load import find_checkpoint
 

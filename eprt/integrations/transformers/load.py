@@ -164,7 +164,10 @@ def _emptied(directory: Path, base: type[Any], empty: Callable[[Any], list[str]]
             raise CheckpointError(
                 f"{directory}: transformers can't make a {base.__name__} by config.json: {_brief(error)}"
             ) from error
-        ignored = [rf"^{re.escape(path)}\." for path in empty(self)]
+        paths = empty(self)
+        ignored = [rf"^{re.escape(path)}\." for path in paths]
+        # Quantizers leave alone what is named here: in place of experts they would put modules that are loaded whole.
+        self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *paths}
         self._keys_to_ignore_on_load_unexpected = {*(self._keys_to_ignore_on_load_unexpected or ()), *ignored}
 
     members: dict[str, Any] = {"__init__": init, "__module__": base.__module__}
