@@ -19,7 +19,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEAD = 16  # numbers whose order counts, too
 _NOT_SAVED = (
     "state_dict or save_pretrained of a parallelized model would leave out experts, which are on other ranks and no "
-    "parameters: save it before parallelize, or copy the checkpoint that it came from"
+    "parameters: save it before parallelize, or copy the checkpoint that it came from (PEFT takes a state_dict, too: "
+    "load and add adapters before parallelize)"
 )
 _NOT_LOADED = (
     "load_state_dict into a parallelized model would leave its experts as they are: load it before parallelize"
@@ -40,8 +41,8 @@ def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
     found = [name for name, weight in weights.items() if weight.is_meta]
     if found:
         raise ConfigError(
-            f"{len(found)} of the model's weights are on meta ({found[0]}, ...): load it, with load_without_experts if "
-            "its experts don't fit"
+            f"{len(found)} of the model's weights are on meta ({found[0]}, ...): load it onto one device (what "
+            "device_map offloads is on meta), with load_without_experts if its experts don't fit"
         )
     bad = [name for name, w in weights.items() if _has_extremes(w) and torch.aminmax(w).min.isnan()]
     if bad:
