@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.cases.text_model import FIRST, write_tokenizer
 from support.jobs import generation_jobs as jobs
 from support.libraries import needs
 
+from eprt.errors import UsageError
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.world import World
 
@@ -60,6 +62,18 @@ def test_ranks_batch_continuously_in_lockstep(pools, folder: Path, shares: tuple
     prompts = [PROMPTS[: shares[0]], PROMPTS[shares[0] :]]
     found = pools(2).run(jobs.batch_continuously, folder=str(folder), prompts=prompts, options=options)
     assert found == [wanted[: shares[0]], wanted[shares[0] :]]
+
+
+def test_a_forward_in_another_librarys_graph_is_refused_where_ranks_would_have_to_meet(monkeypatch) -> None:
+    """As transformers' continuous batching captures by default on a GPU; its replays would meet nobody."""
+    from eprt.integrations.transformers.agreement import ForwardAgreement, Place
+
+    world = Mock(size=2, device=torch.device("cuda"), current_step=None)
+    place = Place(world, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UsageError, match="use_cuda_graph=False"):
+        ForwardAgreement([place], [place]).meet(3)
+    world.step.assert_not_called()
 
 
 def test_padding_is_no_token_that_penalties_know(pools, folder: Path) -> None:

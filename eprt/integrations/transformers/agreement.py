@@ -19,7 +19,7 @@ from torch import nn
 
 from eprt import compiled
 from eprt.errors import EprtError, RankLost, UsageError, WorldMismatch
-from eprt.integrations.transformers.dense import refuse_to_copy, shares_dense_weights
+from eprt.integrations.transformers.dense import refuse_capture, refuse_to_copy, shares_dense_weights
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.world import World
@@ -189,11 +189,12 @@ class ForwardAgreement:
         the forward takes place: at least one rank hasn't left.
 
         Raises:
-            UsageError: another rank calls another model of this World; the same on every rank.
+            UsageError: another rank calls another model of this World, the same on every rank; or a capture.
         """
         _LAST.get(self.world, self).end()  # one that an exception kept from its last layer, in this model or another
         going = True
         if self.world.current_step is None:
+            refuse_capture(self.world)
             step = self.world.step(num_tokens or 0, words=(int(num_tokens is None), self._number))
             words = step.__enter__().words
             self._step, _LAST[self.world] = step, self
@@ -374,8 +375,7 @@ def _meet_before_fsdp(model: nn.Module, agreement: ForwardAgreement) -> Iterator
 
     def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("input_ids", args[0] if args else None)
-        tokens = kwargs["inputs_embeds"].shape[:-1].numel() if given is None else given.numel()
-        agreement.meet(tokens)
+        agreement.meet(kwargs["inputs_embeds"].shape[:-1].numel() if given is None else given.numel())
 
     hook = model.register_forward_pre_hook(meet, prepend=True, with_kwargs=True)
     try:

@@ -1,5 +1,5 @@
 """The part of a parallelized model that every rank keeps whole: its comparison between ranks, and what may not be done
-to it any more, since the experts wouldn't follow."""
+to it any more, since the experts, or the other ranks, wouldn't follow."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def shares_dense_weights(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
+
+
+def refuse_capture(world: World) -> None:
+    """Raises UsageError where another library captures a forward: its replays would meet no other rank."""
+    if world.size > 1 and world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "a CUDA graph of another library captures a forward, in whose replays ranks can't meet: turn it off "
+            "(ContinuousBatchingConfig(use_cuda_graph=False), say); generate(graphs=True) replays graphs of eprt"
+        )
 
 
 def require_loaded(model: nn.Module, outside: tuple[str, ...]) -> None:
