@@ -19,7 +19,7 @@ from torch import nn
 
 from eprt import compiled
 from eprt.errors import EprtError, RankLost, UsageError, WorldMismatch
-from eprt.integrations.transformers.dense import refuse_capture, refuse_to_copy, shares_dense_weights
+from eprt.integrations.transformers.dense import refuse_capture, refuse_to_copy, sharded_by_fsdp
 from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.world import World
@@ -313,7 +313,7 @@ def idle_step(model: nn.Module) -> None:
     if agreement.idle is not None:
         agreement.idle()
         return
-    if not shares_dense_weights(model):
+    if (whole := sharded_by_fsdp(model)) is None:
         for place in agreement.calls:
             place.idle()
         return
@@ -321,7 +321,7 @@ def idle_step(model: nn.Module) -> None:
     agreement.muted = True
     try:
         token: Any = torch.zeros(1, 1, dtype=torch.int64, device=agreement.world.device)
-        model(token, use_cache=False)
+        whole(token, use_cache=False)
     finally:
         agreement.muted = False
 
@@ -347,7 +347,7 @@ def lockstep(model: nn.Module) -> Iterator[None]:
         raise UsageError("lockstep or generate inside of World.step: leave the step first, each forward opens its own")
     expert_layers(model)  # built now, if need be
     agreement.known = True
-    early = _meet_before_fsdp(model, agreement) if shares_dense_weights(model) else nullcontext()
+    early = nullcontext() if (whole := sharded_by_fsdp(model)) is None else _meet_before_fsdp(whole, agreement)
     agreement.in_lockstep = True
     closed: GeneratorExit | None = None
     try:

@@ -25,7 +25,7 @@ from eprt.errors import UsageError
 from eprt.graphs import StepGraphs
 from eprt.graphs.recording import refusal as pair_refusal
 from eprt.integrations.transformers.agreement import ForwardAgreement
-from eprt.integrations.transformers.dense import shares_dense_weights
+from eprt.integrations.transformers.dense import sharded_by_fsdp
 from eprt.integrations.transformers.options import option_of
 
 logger = logging.getLogger("eprt")
@@ -61,7 +61,7 @@ def model_refusal(model: Any, options: Mapping[str, Any]) -> str:
         value = option_of(model, options, name)
         if not any(value is one or value == one for one in ordinary):
             return f"{name}={value!r} needs a loop or a cache of its own"
-    if shares_dense_weights(model):
+    if sharded_by_fsdp(model) is not None:
         return "FSDP gathers the dense weights in every forward"
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"

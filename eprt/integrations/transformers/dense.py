@@ -27,11 +27,13 @@ _NOT_LOADED = (
 )
 
 
-def shares_dense_weights(model: nn.Module) -> bool:
-    """Returns whether FSDP gathers the model's dense weights in a forward."""
+def sharded_by_fsdp(model: nn.Module) -> nn.Module | None:
+    """Returns the model whose dense weights FSDP gathers in a forward, also where `model` is PEFT's or a compiler's
+    wrapper of it; None: FSDP shards none."""
     from torch.distributed.fsdp import FSDPModule
 
-    return isinstance(model, FSDPModule)
+    sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
+    return next((module for module in sharded if hasattr(module, "get_input_embeddings")), None)
 
 
 def refuse_capture(world: World) -> None:

@@ -121,13 +121,15 @@ def call_own_loop(
     prompts: list[list[list[int]]],
     dtype: torch.dtype,
     options: dict[str, Any],
+    wrapped: bool,
     **sizes: Any,
 ) -> list[list[int]]:
-    """What `model.generate` itself adds to this rank's prompts, in as many calls, in lockstep with the other ranks."""
+    """What `model.generate` itself adds to this rank's prompts, in as many calls, in lockstep with the other ranks.
+    `wrapped`: the ranks know the model inside another module, as PEFT's."""
     from eprt.integrations.transformers import expert_layers, lockstep
 
     model = expert_parallel(context, folder, dtype, **sizes)
-    with lockstep(model):
+    with lockstep(torch.nn.ModuleDict({"base_model": model}) if wrapped else model):
         found = [alone(model, prompt, **options) for prompt in prompts[context.rank]]
     layers = expert_layers(model)
     for layer in layers:
