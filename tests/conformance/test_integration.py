@@ -146,6 +146,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         "other family": ("ConfigError", "is a checkpoint of {'qwen3_moe'}, the model is of {'jamba'}: give its own"),
         "meta head": ("ConfigError", "1 of the model's weights are on meta (lm_head.weight, ...)", "device_map"),
         "tensor parallel": ("ConfigError", "sharded over 2 ranks", "attention_tp_size is 1", "without tp_plan"),
+        "pipeline parallel": ("ConfigError", "layers are spread over 2 ranks by pp_size"),
         "one layer's placement": ("ConfigError", "the placement file has no layer 1: it has 0"),
         "twice own block": ("UsageError", "parallelized already"),
         "a cache of two batches": ("ConfigError", "past_key_values for 2 batches"),

@@ -141,12 +141,18 @@ def _replace_block(
 
 
 def _require_own_batches(model: nn.Module, world: World) -> None:
-    """Raises ConfigError where attention is sharded over ranks with batches of their own: it would add them up."""
+    """Raises ConfigError where attention is sharded over ranks with batches of their own, which it would add up, or
+    where ranks have other layers."""
     size, expected = getattr(model, "tp_size", None) or 1, world.parallel.attention_tp_size
     if size not in (1, expected):
         raise ConfigError(
             f"the model's attention is sharded over {size} ranks, the World's attention_tp_size is {expected}: load it "
             "without tp_plan, each rank has its own batch then"
+        )
+    distributed: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+    if (stages := getattr(distributed, "pp_size", None) or 1) > 1:
+        raise ConfigError(
+            f"the model's layers are spread over {stages} ranks by pp_size: load it without, each rank runs them all"
         )
 
 

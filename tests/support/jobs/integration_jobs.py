@@ -177,6 +177,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     import pickle
 
     from transformers import DynamicCache
+    from transformers.distributed import DistributedConfig
 
     from eprt.integrations.transformers import generate, lockstep, parallelize
 
@@ -227,6 +228,8 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     sharded = fresh()
     sharded._tp_size = 2
     attempt("tensor parallel", lambda: parallelize(sharded, world, runtime))
+    staged = fresh(distributed_config=DistributedConfig(pp_size=2))
+    attempt("pipeline parallel", lambda: parallelize(staged, world, runtime))
     other = fresh()
     other.lm_head.weight.data[-1, -1] += world.rank
     attempt("other weights", lambda: parallelize(other, world, runtime))
