@@ -92,11 +92,16 @@ def test_the_registered_implementation_begins_with_an_idle_rank(pools) -> None:
         torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
-def test_ranks_of_the_registered_implementation_call_transformers_own_loop_at_will(pools, wrapped: bool) -> None:
-    """By itself the loop of a model that FSDP shards meets the other ranks' loops, and one rank has none."""
+@pytest.mark.parametrize(
+    ("wrapped", "more"),
+    [(False, {}), (True, {}), (False, {"fsdp_mixed_precision": True})],
+    ids=["bare", "wrapped", "mixed precision"],
+)
+def test_ranks_of_the_registered_implementation_call_transformers_own_loop_at_will(pools, wrapped: bool, more) -> None:
+    """By itself the loop of a model that FSDP shards meets the other ranks' loops, and one rank has none. FSDP's mixed
+    precision gives float32 experts bfloat16 tokens."""
     _require_registry("mixtral")
-    found = start(pools(2), jobs.call_own_loop, "mixtral", PROMPTS, None, wrapped=wrapped, fsdp_size=2)
+    found = start(pools(2), jobs.call_own_loop, "mixtral", PROMPTS, None, wrapped=wrapped, fsdp_size=2, **more)
     assert found == expected("mixtral")[:2]
 
 

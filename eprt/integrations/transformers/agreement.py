@@ -75,7 +75,7 @@ class Place:
             with torch.no_grad():  # what the ranks agree on stays inside the operator
                 output = compiled.call(self._number, hidden_states, routing, token_ids, tokens_per_rank)
         elif self.agreement is not None and self.agreement.muted:
-            self.idle()
+            self.idle(hidden_states.dtype)
             output = torch.zeros_like(hidden_states)
         else:
             output = self._call(hidden_states, routing, token_ids)
@@ -83,10 +83,10 @@ class Place:
             output = _NoBackward.apply(output, hidden_states, weights)
         return output
 
-    def idle(self) -> None:
-        """Makes the same call on a rank that has no token."""
+    def idle(self, dtype: torch.dtype | None = None) -> None:
+        """Makes the same call on a rank that has no token. `dtype`: of the others' tokens; None: `self.dtype`."""
         layer = self.layer
-        nothing = torch.empty(0, layer.config.input_size, dtype=self.dtype, device=layer.world.device)
+        nothing = torch.empty(0, layer.config.input_size, dtype=dtype or self.dtype, device=layer.world.device)
         ids = torch.empty(0, dtype=torch.int64, device=layer.world.device)
         routing = None
         if layer.router is None:
