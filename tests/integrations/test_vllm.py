@@ -26,6 +26,7 @@ from support.engine_models import (
     experts_by_transformers,
     gemma4_model,
     glm4_model,
+    llama4_model,
     qwen2_model,
     qwen3_model,
     retrained,
@@ -295,12 +296,13 @@ def test_experts_are_chosen_by_eprt_in_a_gates_place(
 
 @pytest.mark.parametrize(
     ("write", "llm"),
-    [(glm4_model, {}), (gemma4_model, {}), (qwen2_model, {"model_impl": "transformers"})],
-    ids=["glm-4.5", "gemma-4", "qwen2-moe"],
+    [(glm4_model, {}), (gemma4_model, {}), (llama4_model, {}), (qwen2_model, {"model_impl": "transformers"})],
+    ids=["glm-4.5", "gemma-4", "llama-4", "qwen2-moe"],
 )
 def test_other_routers_and_activations(write: Callable[[Path], Any], llm: dict[str, Any], tmp_path: Path) -> None:
     """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias that vLLM keeps beside the experts. Gemma 4's
-    experts are of GELU; their weights have a scale for each expert. Qwen2-MoE is transformers' own code inside vLLM."""
+    experts are of GELU; their weights have a scale for each expert. Llama-4's router scales what an expert gets. Qwen2-MoE
+    is transformers' own code inside vLLM."""
     want, lead = by_transformers(write(tmp_path / "model"))
     assert lead > 1e-4  # float32 on both sides, sums in another order
     tokens, log = serve(tmp_path, tmp_path / "model", "float32", dp=2, **llm)

@@ -80,6 +80,19 @@ def qwen2_model(folder: Path) -> Any:
     return model
 
 
+def llama4_model(folder: Path) -> Any:
+    """Writes a tiny Llama-4 in float32: one expert a token, whose input the router's weight scales."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(3)
+    sizes = {name: size for name, size in SIZES.items() if name not in ("num_experts", "norm_topk_prob")}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 64, "intermediate_size_mlp": 96}
+    layers = {"num_hidden_layers": 2, "interleave_moe_layer_step": 1, "attention_chunk_size": 128}
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes | experts | layers)).float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
 def qwen3_next_model(folder: Path) -> Any:
     """Writes a tiny Qwen3-Next in float32: Qwen2-MoE's blocks behind gated attention, and none that is linear. Without
     that transformers can't cache it."""

@@ -22,6 +22,7 @@ _GATES = {
     "Glm4MoeSparseMoeBlock": "gate",
     "Glm4MoeLiteSparseMoeBlock": "gate",
     "MiniMaxM2MoE": "gate",
+    "Qwen2MoeSparseMoeBlock": "gate",
 }
 
 

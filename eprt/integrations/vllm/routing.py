@@ -21,6 +21,7 @@ _CALL_GATE = {
     "Glm4MoE": "gate",
     "Glm4MoeLite": "gate",
     "MiniMaxM2MoE": "gate",
+    "Qwen2MoeSparseMoeBlock": "gate",
 }
 _CORRECTION = "e_score_correction_bias"
 GATES = "eprt_gates"  # in `additional_config`, which is part of the key to vLLM's compiled graphs
