@@ -301,8 +301,8 @@ def test_experts_are_chosen_by_eprt_in_a_gates_place(
 )
 def test_other_routers_and_activations(write: Callable[[Path], Any], llm: dict[str, Any], tmp_path: Path) -> None:
     """GLM-4.5 chooses as DeepSeek-V3 does: groups of experts, by a bias that vLLM keeps beside the experts. Gemma 4's
-    experts are of GELU; their weights have a scale for each expert. Llama-4's router scales what an expert gets. Qwen2-MoE
-    is transformers' own code inside vLLM."""
+    experts are of GELU; their weights have a scale for each expert. Llama-4's router scales what an expert gets.
+    Qwen2-MoE is transformers' own code inside vLLM."""
     want, lead = by_transformers(write(tmp_path / "model"))
     assert lead > 1e-4  # float32 on both sides, sums in another order
     tokens, log = serve(tmp_path, tmp_path / "model", "float32", dp=2, **llm)
