@@ -139,6 +139,18 @@ def test_a_sigmoid_with_groups_and_a_bias_is_chosen_by(
     torch.testing.assert_close(weights.double(), 2.5 * wanted / wanted.sum(-1, keepdim=True), rtol=1e-5, atol=0)
 
 
+def test_the_factor_that_sglangs_runner_would_apply_is_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, unless its router has applied it, which the experts are told."""
+    plain, scaled = by_groups("sglang", (4, 2), 1.0), by_groups("sglang", (4, 2), 1.0)
+    assert plain.take_over()
+    assert not plain.block.experts.should_fuse_routed_scaling_factor_in_topk
+    monkeypatch.setattr(sglang_routing, "output_scale", lambda experts, device, all_to_all: 2.5)
+    assert scaled.take_over()
+    assert scaled.block.experts.should_fuse_routed_scaling_factor_in_topk
+    hidden = random(T, H, seed=2)
+    torch.testing.assert_close(scaled.block.choose(hidden)[0], 2.5 * plain.block.choose(hidden)[0])
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_new_weights_come_with_a_new_bias(engine: str) -> None:
     model = by_groups(engine, (4, 2), 1.0)
