@@ -157,10 +157,11 @@ def test_new_weights_come_with_a_new_bias(engine: str) -> None:
     assert model.take_over()
     hidden = random(T, H, seed=2)
     before = model.block.choose(hidden)[1]
-    model.gate.weight.data = model.gate.weight.data.clone()
     model.gate.e_score_correction_bias.data = CORRECTION.flip(0)
     after = model.block.choose(hidden)[1]
     assert not torch.equal(before, after)
+    model.gate.weight.data = random(E, H, seed=3)
+    assert not torch.equal(model.block.choose(hidden)[1], after)
 
 
 def test_float16_tokens_arent_read_as_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +178,14 @@ def test_float16_tokens_arent_read_as_bf16(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("scoring_func", "softmax"), ("num_fused_shared_experts", 1), ("num_expert_group", 3)]
+    ("name", "value"),
+    [
+        ("scoring_func", "softmax"),
+        ("num_fused_shared_experts", 1),
+        ("num_expert_group", 3),
+        ("topk_group", 5),
+        ("routed_scaling_factor", None),
+    ],
 )
 def test_groups_that_stay_in_vllm(name: str, value: Any) -> None:
     model = by_groups("vllm", (4, 2), 1.0)
@@ -226,6 +234,7 @@ def test_new_weights_are_read_in_place_and_in_another_place(engine: Any, kind: A
         ("weight", nn.Parameter(random(E, H, seed=1).half())),
         ("weight", nn.Parameter(random(H, E, seed=1).T)),
         ("weight", nn.Parameter(torch.empty(0))),  # packed
+        ("use_intel_amx_backend", True),
     ],
 )
 def test_gates_that_stay(engine: Any, kind: Any, name: str, value: Any) -> None:
@@ -278,6 +287,19 @@ def test_sglangs_newer_config_is_read() -> None:
     del model.choice.num_fused_shared_experts
     model.choice.shared_experts = SimpleNamespace(num_fused_shared_experts=0)
     assert model.take_over()
+
+
+def test_blocks_of_the_same_name_stay_in_sglang() -> None:
+    """Those of mixtral_quant.py and of transformers' code have no `TopK`."""
+    model = InSglang(sglang.Qwen3MoeSparseMoeBlock, ReplicatedLinear(random(E, H, seed=1)))
+    del model.block.topk
+    assert not model.take_over()
+
+
+def test_a_factor_that_sglangs_model_looks_up_in_each_step_stays() -> None:
+    model = by_groups("sglang", (4, 2), 2.5)
+    model.block.experts.quant_method.eprt.binding.expert_parallel = True
+    assert not model.take_over()
 
 
 def test_what_is_compiled_without_a_gate_has_a_key_of_its_own() -> None:

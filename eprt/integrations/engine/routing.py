@@ -6,6 +6,7 @@ The gate stays in the model, for its loader, and computes nothing from then on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,17 @@ def unrouted(experts: Any) -> BoundLayer | None:
     layer: ExpertParallelMoE | None = getattr(bound, "layer", None)
     free = layer is not None and layer.router is None and not layer.dispatcher.runtime.batch_invariant
     return bound if free else None
+
+
+def biased_sigmoid(renormalize: bool, groups: tuple[int, int], scaling_factor: float) -> Routing | None:
+    """Returns the choice by a sigmoid with a bias; None for numbers with which there is none.
+
+    Args:
+        groups: how many there are, and how many of them a token's experts come from.
+    """
+    with suppress(ConfigError):
+        return Routing("grouped_sigmoid", renormalize, *groups, scaling_factor=scaling_factor)
+    return None
 
 
 def take_over(
@@ -62,7 +74,8 @@ def take_over(
 
     def chosen(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Choice:
         nonlocal kernels
-        if gate.weight.data_ptr() != router.weight.data_ptr():  # the engine has put another one in its place
+        # The engine has put another one in its place.
+        if gate.weight.data_ptr() != router.weight.data_ptr() or _moved(correction, router.correction_bias):
             router.weight, router.bias = gate.weight.data, getattr(gate, "bias", None)
             router.correction_bias = None if correction is None else correction.data
             kernels = router.kernels
@@ -75,12 +88,17 @@ def take_over(
     return chosen
 
 
+def _moved(correction: torch.Tensor | None, held: torch.Tensor | None) -> bool:
+    return correction is not None and held is not None and correction.data_ptr() != held.data_ptr()
+
+
 def _router_of(
     gate: Any, config: MoEConfig, top_k: int, routing: Routing, correction: torch.Tensor | None
 ) -> Router | None:
     kind, method = type(gate).__name__, type(getattr(gate, "quant_method", None)).__name__
     linear = kind in _LINEAR and method == "UnquantizedLinearMethod" and not gate.skip_bias_add
-    if not linear and (kind not in _BARE or method != "NoneType"):
+    packed = getattr(gate, "use_intel_amx_backend", False)  # by SGLang, into its own order
+    if packed or (not linear and (kind not in _BARE or method != "NoneType")):
         return None
     # Kernels read other dtypes and places from copies. On a CPU vLLM packs a gate's weight, and leaves none.
     weight, shape = gate.weight, (config.num_experts, config.hidden_size)

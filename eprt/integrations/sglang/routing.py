@@ -9,7 +9,7 @@ from torch import nn
 
 from eprt.config import Routing
 from eprt.integrations.engine.bound import bound_to
-from eprt.integrations.engine.routing import take_over, unrouted
+from eprt.integrations.engine.routing import biased_sigmoid, take_over, unrouted
 from eprt.integrations.sglang.method import output_scale
 
 # Blocks that give the logits of a gate of this name to their `topk` as they are, and both what the experts get.
@@ -30,15 +30,19 @@ def take_over_gates(model: nn.Module) -> None:
     """Lets eprt choose experts where eprt runs them, the gate is plain, and `_routing_of` knows the choice."""
     for block in model.modules():
         if (name := _GATES.get(type(block).__name__)) is not None:
-            _take_over(block, getattr(block, name))
+            _take_over(block, getattr(block, name, None))
 
 
 def _take_over(block: Any, gate: Any) -> None:
-    experts, choice = block.experts, getattr(block.topk, "topk_config", None)
-    bound, routing = unrouted(experts), None if choice is None else _routing_of(choice)
-    if choice is None or bound is None or routing is None:
+    experts: Any = getattr(block, "experts", None)
+    choice: Any = getattr(getattr(block, "topk", None), "topk_config", None)
+    bound = unrouted(experts)
+    if bound is None or gate is None or choice is None or (routing := _routing_of(choice)) is None:
         return
-    scale = output_scale(experts, gate.weight.device, all_to_all=bound.binding.expert_parallel)
+    carried = bound.binding.expert_parallel
+    if carried and choice.apply_routed_scaling_factor_on_output:
+        return  # GLM-4.5's forward in 0.5.23 goes by that flag in each step
+    scale = output_scale(experts, gate.weight.device, all_to_all=carried)
     routing = replace(routing, scaling_factor=routing.scaling_factor * scale)
     choose = take_over(bound, gate, choice.top_k, routing, correction=choice.correction_bias)
     if choose is None:
@@ -59,7 +63,7 @@ def _routing_of(choice: Any) -> Routing | None:
     if biased and (choice.use_grouped_topk or choice.scoring_func == "sigmoid"):
         groups = (choice.num_expert_group, choice.topk_group) if choice.use_grouped_topk else (1, 1)
         factor = choice.routed_scaling_factor if scaled else 1.0
-        return Routing("grouped_sigmoid", choice.renormalize, *groups, scaling_factor=factor)
+        return biased_sigmoid(choice.renormalize, groups, factor)
     other = choice.use_grouped_topk or biased or scaled or choice.scoring_func != "softmax"
     return None if other else Routing("softmax_topk", choice.renormalize)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from eprt.config import Routing
-from eprt.integrations.engine.routing import take_over, unrouted
+from eprt.integrations.engine.routing import biased_sigmoid, take_over, unrouted
 
 # Blocks that call a gate of their own, under this name, and give its logits to the experts as they are.
 _CALL_GATE = {
@@ -73,7 +73,7 @@ def _routing_of(choice: Any) -> Routing | None:
     if any(getattr(choice, name, None) not in (None, 0) for name in others):
         return None
     groups = (choice.num_expert_group, choice.topk_group) if grouped else (1, 1)
-    return Routing("grouped_sigmoid", choice.renormalize, *groups, scaling_factor=choice.routed_scaling_factor)
+    return biased_sigmoid(choice.renormalize, groups, choice.routed_scaling_factor)
 
 
 def padding_of(method: Any) -> Callable[[], torch.Tensor | None] | None:
