@@ -124,3 +124,20 @@ def test_a_part_has_come_when_it_is_written() -> None:
     last.join()
     assert bound.received.complete
     assert bound.lacking == ""
+
+
+def test_a_loader_may_bring_all_of_a_ranks_experts_at_once() -> None:
+    """vLLM's Llama-4 gives it three dimensions and the first expert's number."""
+    layer = Experts()
+
+    def load(param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int) -> None:
+        param.data[:, int(shard_id == "w3")].copy_(loaded_weight[:, 0])
+
+    for parameter in layer.parameters():
+        parameter._weight_loader = load
+    bound = bound_to(layer)
+    for parameter, shards in ((layer.w13_weight, ("w1", "w3")), (layer.w2_weight, ("w2",))):
+        for shard in shards:
+            parameter.weight_loader(parameter, torch.ones(E, 1, ROWS), "weight", shard_id=shard, expert_id=0)
+    assert bound.received.experts() == list(range(E))
+    assert bound.received.complete

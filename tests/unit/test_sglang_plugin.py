@@ -489,6 +489,7 @@ def test_graphs_of_prefill_are_sglangs_default_unless_they_are_compiled(
         ({}, {"text_config": {"kv_lora_rank": 512}}, None),
         ({}, {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "breakable"),
         ({}, {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, None),
+        ({"enable_multimodal": False}, {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "breakable"),
         ({"disable_prefill_cuda_graph": True}, {}, None),
         ({"disable_cuda_graph": True}, {}, None),
         ({"disaggregation_mode": "decode"}, {}, None),
@@ -542,7 +543,8 @@ def test_a_layer_that_is_not_told_its_top_k_has_its_routers() -> None:
     ("change", "reason"),
     [
         ({"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
-        ({"apply_router_weight_on_input": True}, "an input for each"),
+        ({"apply_router_weight_on_input": True}, "top_k 4: must be 1"),
+        ({"apply_router_weight_on_input": True, "top_k": 1, "quant_method": named("ModelOptFp8MoEMethod")}, "ModelOpt"),
         ({"no_combine": True}, "combines the experts' outputs itself"),
         ({"is_shared_fused_moe": True}, "shared ones"),
         ({"moe_tp_size": 2}, "cut in 2"),

@@ -233,9 +233,9 @@ def test_a_layers_maths() -> None:
         ({"moe__num_experts": 126}, "constants stand for some"),
         ({"expert_placement_strategy": "round_robin"}, "round_robin"),
         ({"expert_map_manager": SimpleNamespace(num_fused_shared_experts=1)}, "fused"),
-        ({"apply_router_weight_on_input": True}, "an input for each"),
+        ({"apply_router_weight_on_input": True}, "top_k 4: must be 1"),
         ({"moe__skip_final_all_reduce": True}, "partial outputs"),
-        ({"layer_name": "model.layers.1.mlp.vision_experts"}, "only in steps in which they have tokens"),
+        ({"layer_name": "model.layers.1.mlp.vision_experts"}, "only in steps in which they have an image"),
         ({"moe__in_dtype": torch.float64}, "float64"),
         ({"activation": SimpleNamespace(value="gelu")}, "gelu"),
     ],
@@ -243,6 +243,12 @@ def test_a_layers_maths() -> None:
 def test_layers_that_are_left(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(FallsBackToEngine, match=reason):
         moe_config(routed(**change), named("GptOssMxfp4MoEMethod"))
+
+
+def test_scales_that_come_past_the_loaders_are_left() -> None:
+    llama4 = routed(apply_router_weight_on_input=True, moe__experts_per_token=1)
+    with pytest.raises(FallsBackToEngine, match="input of ModelOptFp8MoEMethod"):
+        moe_config(llama4, named("ModelOptFp8MoEMethod"))
 
 
 @pytest.mark.parametrize(("ranks", "part", "whole"), [(2, 1440, 1440), (4, 720, 736), (8, 360, 384)])

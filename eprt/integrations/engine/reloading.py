@@ -12,7 +12,7 @@ import inspect
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -119,11 +119,12 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
     function: Any = loader.__func__ if bound else loader
 
     @contextmanager
-    def writing(target: Any, expert: int, shard: str) -> Iterator[None]:
+    def writing(target: Any, experts: Iterable[int], shard: str) -> Iterator[None]:
         if target.numel() == 0:
             room()
         yield
-        received.add(name, expert, shard)  # not before: another thread may take what is complete
+        for expert in experts:
+            received.add(name, expert, shard)  # not before: another thread may take what is complete
 
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +136,10 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
         # On meta, vLLM only counts how much would be written. Another rank's expert is not written: it may come when
         # this rank's are in the layer and freed already.
         written = not target.is_meta and (expert is None or local >= 0)
-        with writing(target, local, given.get("shard_id") or "") if written else nullcontext():
+        # vLLM's Llama-4 brings all of the rank's experts at once, by the first one's number.
+        all_of_them = expert is not None and getattr(given.get("loaded_weight"), "ndim", 0) == 3
+        experts = range(received.num_experts) if all_of_them else [local]
+        with writing(target, experts, given.get("shard_id") or "") if written else nullcontext():
             return function(own, *args, **kwargs) if bound else function(*args, **kwargs)
 
     noted.__signature__, noted.eprt = signature, True  # type: ignore[attr-defined]
@@ -145,7 +149,7 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
     def copied(*args: Any, **kwargs: Any) -> Any:
         own: Any = owner()
         target = getattr(own, name)
-        with nullcontext() if target.is_meta else writing(target, WHOLE, ""):
+        with nullcontext() if target.is_meta else writing(target, [WHOLE], ""):
             return torch.Tensor.copy_(target, *args, **kwargs)
 
     parameter.copy_ = copied

@@ -42,6 +42,18 @@ def fall_back(reasons: list[tuple[bool, str]]) -> None:
         raise FallsBackToEngine(reason)
 
 
+def on_input(given: bool, top_k: int, method: Any) -> list[tuple[bool, str]]:
+    """Returns what keeps a layer from eprt whose router weights are `given` to the experts' inputs, for `fall_back`."""
+    kind = type(method).__name__
+    return [
+        (given and top_k > 1, f"router weights on the experts' input with top_k {top_k}: must be 1"),
+        (
+            given and kind.startswith("ModelOpt"),
+            f"router weights on the input of {kind}, whose scales come past loaders",
+        ),
+    ]
+
+
 ADAPTERS = (
     "--enable-lora: adapters of the experts live in {}'s own kernels; --lora-target-modules that names projections of "
     "attention alone leaves the experts to eprt"

@@ -22,6 +22,7 @@ from eprt.integrations.engine.settings import (
     checked_options,
     choose,
     fall_back,
+    on_input,
     require_whole_scales,
     runtime_with,
     with_low_precision,
@@ -56,7 +57,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MiMoV2FlashForCausalLM": MIMO_V2,
 }
 MTP = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # so, too, for the layers of their own that draft tokens
-# Models with images, of which SGLang replays prefills in pieces wrongly.
+# Models with images, of whose prefills SGLang has no graphs.
 WITHOUT_PREFILL_GRAPHS = ("Qwen3VLMoeForConditionalGeneration", "Glm4vMoeForConditionalGeneration")
 DENSE_DRAFTS = ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3")
 FORMATS = ("bf16", "f32", "fp8_block", "fp8_tensor", "fp8_channel", "int4", "mxfp4", "nvfp4")
@@ -167,7 +168,8 @@ def keeps_prefill_graphs(args: Any) -> bool:
     if args.moe_a2a_backend != CARRIED or _device(args) != "cuda" or given_away:
         return False
     found = flatten(_model_config(args))
-    lacking = found.get("kv_lora_rank") is not None or _architecture(found) in WITHOUT_PREFILL_GRAPHS
+    images = _architecture(found) in WITHOUT_PREFILL_GRAPHS and getattr(args, "enable_multimodal", None) is not False
+    lacking = found.get("kv_lora_rank") is not None or images
     return not lacking and getattr(args, "disaggregation_mode", "null") != "decode"
 
 
@@ -309,9 +311,10 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
     Args:
         routed: K of the router that was made before it, for a layer that isn't told (OLMoE's, Hunyuan's).
     """
-    config, method = layer.moe_runner_config, layer.quant_method
+    config, method, top_k = layer.moe_runner_config, layer.quant_method, layer.top_k or routed or 0
     fall_back(
         [
+            *on_input(config.apply_router_weight_on_input, top_k, method),
             (layer.num_fused_shared_experts > 0, "shared experts are fused: --disable-shared-experts-fusion"),
             (config.no_combine, "the model combines the experts' outputs itself"),
             (getattr(layer, "is_shared_fused_moe", False), "its experts are shared ones"),
@@ -325,7 +328,7 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
             ),
         ]
     )
-    part, top_k = part_of(layer), layer.top_k or routed or 0
+    part = part_of(layer)
     found = layout_of(layer).weight_format(keeper_of(layer), part, layer.params_dtype)
     experts = layer.num_experts if all_to_all else layer.num_local_experts
     alternating = found == "fp8_block" and interleaved(config)
@@ -333,7 +336,6 @@ def moe_config(layer: Any, *, all_to_all: bool, routed: int | None = None) -> Mo
         [
             (top_k == 0, "SGLang doesn't say how many experts a token visits"),
             (top_k > experts, f"top-{top_k} of {experts} experts on a rank"),
-            (config.apply_router_weight_on_input and top_k > 1, "an input for each of a token's experts"),
             (alternating, "FP8 blocks over rows that alternate gate, up"),
         ]
     )

@@ -219,7 +219,7 @@ class ForwardAgreement:
 
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the step, if one is open."""
-        step, self._step = self._step, None
+        step, self._step, self._met = self._step, None, False
         if step is not None:
             self._broken_off = error is not None
             step.__exit__(None if error is None else type(error), error, None)
@@ -309,11 +309,14 @@ def idle_step(model: nn.Module) -> None:
     Raises:
         UsageError: the model has no expert-parallel layers. Else as a layer's forward.
     """
-    agreement = agreement_of(model)
+    _idle(agreement_of(model), sharded_by_fsdp(model))
+
+
+def _idle(agreement: ForwardAgreement, whole: nn.Module | None) -> None:
     if agreement.idle is not None:
         agreement.idle()
         return
-    if (whole := sharded_by_fsdp(model)) is None:
+    if whole is None:
         for place in agreement.calls:
             place.idle()
         return
@@ -361,17 +364,14 @@ def lockstep(model: nn.Module) -> Iterator[None]:
     finally:
         agreement.in_lockstep = False
     while agreement.meet(None):
-        idle_step(model)
+        _idle(agreement, whole)
     if closed is not None:
         raise closed
 
 
 @contextmanager
 def _meet_before_fsdp(model: nn.Module, agreement: ForwardAgreement) -> Iterator[None]:
-    """Lets the ranks agree at the model's own call: FSDP's first collective comes before any layer.
-
-    The loop of `model.generate` doesn't meet the others' by itself then, which a rank may not enter.
-    """
+    """Lets the ranks agree at the model's own call: FSDP's first collective comes before any layer."""
 
     def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs.get("input_ids", args[0] if args else None)
@@ -379,7 +379,7 @@ def _meet_before_fsdp(model: nn.Module, agreement: ForwardAgreement) -> Iterator
 
     hook = model.register_forward_pre_hook(meet, prepend=True, with_kwargs=True)
     try:
-        with patch.object(model, "_is_fsdp_managed_module", False, create=True):  # what the loop asks
+        with patch.object(model, "_is_fsdp_managed_module", False, create=True):  # or generate's loop meets theirs
             yield
     finally:
         hook.remove()

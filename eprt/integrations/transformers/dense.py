@@ -28,12 +28,14 @@ _NOT_LOADED = (
 
 
 def sharded_by_fsdp(model: nn.Module) -> nn.Module | None:
-    """Returns the model whose dense weights FSDP gathers in a forward, also where `model` is PEFT's or a compiler's
-    wrapper of it; None: FSDP shards none."""
+    """Returns the model of whose dense weights FSDP gathers any in a forward, also where `model` is PEFT's or a
+    compiler's wrapper of it; None: FSDP shards none."""
     from torch.distributed.fsdp import FSDPModule
+    from transformers import PreTrainedModel
 
-    sharded = (module for module in model.modules() if isinstance(module, FSDPModule))
-    return next((module for module in sharded if hasattr(module, "get_input_embeddings")), None)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return None
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 
 
 def refuse_capture(world: World) -> None:

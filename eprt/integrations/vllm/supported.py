@@ -19,6 +19,7 @@ from eprt.integrations.engine.settings import (
     adapts_attention,
     checked_options,
     fall_back,
+    on_input,
     require_whole_scales,
     runtime_with,
 )
@@ -148,9 +149,13 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (moe.num_experts < moe.num_logical_experts, "constants stand for some experts"),  # expert_substitution, 0.33
         (placement != "linear", f"experts are placed {placement}, eprt holds them in order"),
         (fused != 0, "shared experts are fused with the routed ones"),
-        (layer.apply_router_weight_on_input and moe.experts_per_token > 1, "an input for each of a token's experts"),
+        *on_input(layer.apply_router_weight_on_input, moe.experts_per_token, method),
         (sums, "the model sums this layer's partial outputs itself"),
-        (apart, "data-parallel ranks call it only in steps in which they have tokens for it"),
+        (
+            apart,
+            "data-parallel ranks call it only in steps in which they have an image, or text; without "
+            "--enable-expert-parallel eprt runs it",
+        ),
     ]
     fall_back(reasons)
     source = type(getattr(method, "requantization_source", None)).__name__
