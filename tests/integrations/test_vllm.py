@@ -190,6 +190,20 @@ def test_new_weights_in_every_way_that_trainers_have(
         assert [each for rank in ranks for each in rank[turn]] == want, turn
 
 
+def test_new_weights_of_all_experts_at_once(tmp_path: Path) -> None:
+    """Llama-4's loader has one call for a rank's experts, by the first one's number."""
+    first, _ = by_transformers(llama4_model(tmp_path / "model"))
+    ways = ["reload", "direct", "layerwise"]
+    trained = retrained(tmp_path / "model", [tmp_path / way for way in ways])
+    updates = [(way, folder) for way, (folder, _) in zip(ways, trained, strict=True)]
+    parts = [PROMPTS[:3], PROMPTS[3:]]
+    codes, logs, ranks = ranks_run(tmp_path, tmp_path / "model", "float32", 2, 1, "eprt", parts, True, updates)
+    assert codes == [0, 0], "\n".join(log[-3000:] for log in logs)
+    assert "2 of 2 MoE layers" in logs[0]
+    for turn, want in enumerate([first, *(want for _, want in trained)]):
+        assert [each for rank in ranks for each in rank[turn]] == want, turn
+
+
 BALANCED: dict[str, Any] = {  # --enable-eplb with plans every four steps, and two spare slots
     "enable_eplb": True,
     "eplb_config": {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2, "log_balancedness": True},

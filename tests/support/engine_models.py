@@ -342,13 +342,13 @@ def experts_by_transformers(folder: Path, tokens: list[list[int]]) -> list[list[
 
 
 def retrained(start: Path, folders: Sequence[Path]) -> list[tuple[Path, list[list[int]]]]:
-    """Writes what a training run makes of a Qwen3-MoE, each time to another folder. Returns these, each with the tokens
+    """Writes what a training run makes of a model, each time to another folder. Returns these, each with the tokens
     that transformers gives with it."""
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
     found = []
     for step, folder in enumerate(folders):
-        model = Qwen3MoeForCausalLM.from_pretrained(start).float().eval()
+        model = AutoModelForCausalLM.from_pretrained(start).float().eval()
         generator = torch.Generator().manual_seed(step)
         with torch.no_grad():
             for parameter in model.parameters():
