@@ -105,6 +105,11 @@ def test_ranks_of_the_registered_implementation_call_transformers_own_loop_at_wi
     assert found == expected("mixtral")[:2]
 
 
+def test_ranks_of_a_model_whose_layers_alone_fsdp_shards_call_its_loop_at_will(pools) -> None:
+    found = start(pools(2), jobs.call_layers_sharded_alone, "mixtral", [PROMPTS[0], []], None)
+    assert found == [expected("mixtral")[0], []]
+
+
 def test_ranks_that_call_two_models_of_the_registered_implementation_at_once_are_told(pools) -> None:
     """Their layers were built at the first call, and numbered then: each rank's was the first."""
     _require_registry("mixtral")

@@ -115,6 +115,23 @@ def idle_at_first(context: RankContext, folder: str, ids: torch.Tensor, **sizes:
     return found
 
 
+def call_layers_sharded_alone(
+    context: RankContext, folder: str, prompts: list[list[list[int]]], dtype: torch.dtype, options: dict[str, Any]
+) -> list[list[int]]:
+    """As `call_own_loop`, where FSDP shards the decoder's layers after `parallelize`, and not the model around them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from eprt.integrations.transformers import lockstep
+
+    model = parallelized(context, folder, dtype)
+    mesh = init_device_mesh("cpu", (context.size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    with lockstep(model):
+        return [alone(model, prompt, **options) for prompt in prompts[context.rank]]
+
+
 def call_own_loop(
     context: RankContext,
     folder: str,
