@@ -76,7 +76,7 @@ class Field:
 
     @property
     def tiles(self) -> bool:
-        """Whether entries cover squares, as FP8's blocks: the last of a row or column may be smaller."""
+        """Tells whether entries cover squares, as FP8's blocks: the last of a row or column may be smaller."""
         return self.rows == self.cols
 
 

@@ -100,14 +100,13 @@ def load_without_experts(path_or_hub_id: str | Path, *, model_class: type[Any] |
 
 def _require_files_of_experts(options: dict[str, Any]) -> None:
     """Raises ConfigError for an option that lets transformers read other files than eprt reads the experts from."""
-    asked = {name: options[name] for name in _ELSEWHERE if options.get(name)}
+    asked = [name for name in _ELSEWHERE if options.get(name)]
     if options.get("use_safetensors") is False:
-        asked["use_safetensors"] = False
+        asked.append("use_safetensors")
     if asked:
-        name = next(iter(asked))
         raise ConfigError(
-            f"{name}={shown(asked[name])}: experts are read from model.safetensors (or its index) by their published "
-            "names, and the rest has to be of the same files: leave it out, or save the model so"
+            f"{asked[0]}={shown(options[asked[0]])}: experts are read from model.safetensors (or its index) by their "
+            "published names, and the rest has to be of the same files: leave it out, or save the model so"
         )
 
 

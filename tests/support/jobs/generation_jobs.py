@@ -98,7 +98,7 @@ def continue_prompts(
 
 def idle_at_first(context: RankContext, folder: str, ids: torch.Tensor, **sizes: Any) -> list[torch.Tensor]:
     """Logits of this rank in two forwards, the model's first; in each another rank has none."""
-    from eprt.integrations.transformers import expert_layers, idle_step
+    from eprt.integrations.transformers import idle_step
 
     model = expert_parallel(context, folder, torch.float32, **sizes)
     found = []
@@ -108,11 +108,27 @@ def idle_at_first(context: RankContext, folder: str, ids: torch.Tensor, **sizes:
                 idle_step(model)
             else:
                 found.append(model(ids, use_cache=False).logits)
+    close(model)
+    return found
+
+
+def close(model: Any) -> None:
+    """Closes an `expert_parallel` model's layers, and their World: transformers made groups of its own for it."""
+    from eprt.integrations.transformers import expert_layers
+
     layers = expert_layers(model)
     for layer in layers:
         layer.close()
     layers[0].world.close()
-    return found
+
+
+def looped(known: torch.nn.Module, model: Any, prompts: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
+    """What `model.generate` itself adds to the prompts, in as many calls, in lockstep with ranks that may have none;
+    they know the model as `known`."""
+    from eprt.integrations.transformers import lockstep
+
+    with lockstep(known):
+        return [alone(model, prompt, **options) for prompt in prompts]
 
 
 def call_layers_sharded_alone(
@@ -122,14 +138,11 @@ def call_layers_sharded_alone(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from eprt.integrations.transformers import lockstep
-
     model = parallelized(context, folder, dtype)
     mesh = init_device_mesh("cpu", (context.size,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    with lockstep(model):
-        return [alone(model, prompt, **options) for prompt in prompts[context.rank]]
+    return looped(model, model, prompts[context.rank], options)
 
 
 def call_own_loop(
@@ -143,15 +156,10 @@ def call_own_loop(
 ) -> list[list[int]]:
     """What `model.generate` itself adds to this rank's prompts, in as many calls, in lockstep with the other ranks.
     `wrapped`: the ranks know the model inside another module, as PEFT's."""
-    from eprt.integrations.transformers import expert_layers, lockstep
-
     model = expert_parallel(context, folder, dtype, **sizes)
-    with lockstep(torch.nn.ModuleDict({"base_model": model}) if wrapped else model):
-        found = [alone(model, prompt, **options) for prompt in prompts[context.rank]]
-    layers = expert_layers(model)
-    for layer in layers:
-        layer.close()
-    layers[0].world.close()
+    known = torch.nn.ModuleDict({"base_model": model}) if wrapped else model
+    found = looped(known, model, prompts[context.rank], options)
+    close(model)
     return found
 
 
