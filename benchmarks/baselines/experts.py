@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from eprt.config import MoEConfig, WeightFormat
+from eprt.config import ActivationKind, MoEConfig, WeightFormat
 from eprt.conformance.oracle import relative_error
 from eprt.errors import EprtError
 from eprt.experts.reference import decode_matrix, expert_forward
@@ -52,8 +52,8 @@ class ExpertsBaseline:
     Attributes:
         weights: number formats that it is given.
         named_only: left out unless asked for.
-        plain: only SiLU-gated experts without biases.
-        geglu: experts of GELU, too.
+        plain: only experts without biases, of the activations `kinds`, SiLU as it is.
+        kinds: see `plain`.
     """
 
     make: Make
@@ -63,7 +63,7 @@ class ExpertsBaseline:
     sm: tuple[int, int] = (80, 999)
     named_only: bool = False
     plain: bool = True
-    geglu: bool = False
+    kinds: tuple[ActivationKind, ...] = ("swiglu",)
 
     def supports(self, config: MoEConfig, device: Device, named: bool) -> Support:
         """Says whether it can be measured on the device, and if not, why."""
@@ -72,9 +72,9 @@ class ExpertsBaseline:
         if device.kind not in self.devices or (device.kind == "cuda" and not self.sm[0] <= device.sm <= self.sm[1]):
             return refuse(f"runs on {', '.join(self.devices)} from sm{self.sm[0]} to sm{self.sm[1]}, not on {device}")
         activation = config.activation
-        known = (activation.gated and activation.plain) or (activation.kind == "geglu" and self.geglu)
+        known = activation.kind in self.kinds and (activation.plain or activation.kind == "geglu")
         if self.plain and (config.bias or not known):
-            return refuse("measured with SiLU-gated experts without biases only")
+            return refuse(f"measured with plain {', '.join(self.kinds)} and without biases only")
         if self.named_only and not named:
             return refuse("compiles for minutes where nobody has before: only by name, --libraries")
         return self.requirement.check()
@@ -179,7 +179,9 @@ EXPERTS: dict[str, ExpertsBaseline] = {
         ("bf16",),
         devices=("cpu", "cuda"),
     ),
-    "vllm triton": ExpertsBaseline(triton, _VLLM, ("bf16", "fp8_block", "fp8_channel"), geglu=True),
+    "vllm triton": ExpertsBaseline(
+        triton, _VLLM, ("bf16", "fp8_block", "fp8_channel"), kinds=("swiglu", "geglu", "relu2")
+    ),
     "vllm cutlass": ExpertsBaseline(cutlass, _VLLM, ("fp8_channel",), sm=(90, 999)),
     "vllm deep_gemm": ExpertsBaseline(deep_gemm, _VLLM, ("fp8_block",), sm=(90, 999)),
     "vllm triton_kernels": ExpertsBaseline(triton_kernels, _VLLM, ("mxfp4",), sm=(90, 999), plain=False),

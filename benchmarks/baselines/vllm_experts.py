@@ -197,8 +197,9 @@ def _kernel(
     modular = importlib.import_module(f"{_MOE}.modular_kernel")
     kinds = importlib.import_module(f"{_MOE}.activation").MoEActivation
     plain = importlib.import_module(f"{_MOE}.prepare_finalize").make_moe_prepare_and_finalize_no_dp_ep
-    gated = kinds.GELU_TANH if config.activation.kind == "geglu" else kinds.SWIGLUOAI
-    activation = kinds.SILU if config.activation.plain else gated
+    others = {"swiglu": kinds.SWIGLUOAI, "geglu": kinds.GELU_TANH, "relu2": kinds.RELU2_NO_MUL}
+    silu = config.activation.gated and config.activation.plain
+    activation = kinds.SILU if silu else others[config.activation.kind]
     w1, w2, quant = laid
     moe = settings.FusedMoEConfig(
         num_experts=config.num_experts,
