@@ -29,7 +29,7 @@ from eprt.rounding import ceil_div, next_power_of_2
 
 SMALL_IDS = 4096  # up to here counting again in every program is cheaper than another launch
 BLOCK, SMALL_BLOCK = 128, 32  # entries per block, above SMALL_IDS and up to it: ranking one compares all its pairs
-FEW_IDS = 1024  # up to here every program counts as many ids at a time, above twice as many
+AT_ONCE = 256, 1024, 2048  # ids that every program counts at a time: as many as there are, if one holds them
 MOST_PROGRAMS = 128  # each reads the counts of all programs
 _CELLS = 16384  # counts read at a time
 ENTRY = 4  # int32 per scheduler entry: expert, its first row, the row after its last, its first entry's index
@@ -96,6 +96,12 @@ def _experts_of(ids_ptr, s, num_ids, first, L):
 
 
 @triton.jit
+def _counts(own, L, L_PAD: tl.constexpr):
+    """Returns how often each local expert is among `own`."""
+    return tl.histogram(own, L_PAD, mask=own < L)  # without a bin for L: L_PAD would be twice as large
+
+
+@triton.jit
 def _ranked(ids_ptr, start, num_ids, first, L, BLOCK_S: tl.constexpr):
     """Returns, for the block of entries from `start` on, their experts and their ranks within the block."""
     s = start + tl.arange(0, BLOCK_S)
@@ -152,7 +158,7 @@ def _count_by_expert(
     found = tl.zeros([L_PAD], dtype=tl.int32)
     for block in range(blocks):
         own = _experts_of(ids_ptr, start + block * BLOCK_S + tl.arange(0, BLOCK_S), num_ids, first, L)
-        found += tl.histogram(own, L_PAD)
+        found += _counts(own, L, L_PAD)
     tl.store(counts_ptr + tl.program_id(0) * L_PAD + tl.arange(0, L_PAD), found)
 
 
@@ -178,8 +184,8 @@ def _count_all_and_earlier(ids_ptr, num_ids, first, L, L_PAD: tl.constexpr, BLOC
     for start in range(0, num_ids, CHUNK):
         s = start + tl.arange(0, CHUNK)
         other = _experts_of(ids_ptr, s, num_ids, first, L)
-        total += tl.histogram(other, L_PAD)
-        earlier += tl.histogram(tl.where(s < tl.program_id(0) * BLOCK_S, other, L), L_PAD)
+        total += _counts(other, L, L_PAD)
+        earlier += _counts(tl.where(s < tl.program_id(0) * BLOCK_S, other, L), L, L_PAD)
     return total, earlier
 
 
@@ -187,7 +193,8 @@ def _count_all_and_earlier(ids_ptr, num_ids, first, L, L_PAD: tl.constexpr, BLOC
 def _put(place_ptr, source_ptr, base, own, rank, start, num_ids, L, K: tl.constexpr):
     """Writes the sorted rows of a block's entries, expert e's from base[e] on."""
     s = start + tl.arange(0, own.shape[0])
-    place, local = tl.gather(base, own, 0) + rank, own < L
+    local = own < L
+    place = tl.gather(base, tl.where(local, own, 0), 0) + rank
     tl.store(place_ptr + s, tl.where(local, place, -1), mask=s < num_ids)
     if source_ptr is not None:
         tl.store(source_ptr + place, s // K, mask=local)
@@ -217,13 +224,12 @@ def _sort_by_expert(
             pdl_wait(True)
         total, earlier = _all_and_earlier(counts_ptr, L_PAD, CHUNK)
     expert = tl.arange(0, L_PAD)
-    total = tl.where(expert < L, total, 0)
     begin = tl.cumsum(total, axis=0) - total
     base = begin + earlier
     _put(place_ptr, source_ptr, base, own, rank, start, num_ids, L, K)
     if counts_ptr is not None:
         for block in range(1, blocks):
-            base += tl.histogram(own, L_PAD)
+            base += _counts(own, L, L_PAD)
             own, rank = _ranked(ids_ptr, start + block * BLOCK_S, num_ids, first, L, BLOCK_S)
             _put(place_ptr, source_ptr, base, own, rank, start + block * BLOCK_S, num_ids, L, K)
     if entries_ptr is not None:
@@ -281,8 +287,9 @@ def sort_by_expert(
     place = torch.empty_like(ids, memory_format=torch.contiguous_format)
     beside = beside and ids.numel() <= SMALL_IDS and ids.is_contiguous()  # else another kernel comes between
     (N, K), ids = ids.shape, ids.contiguous()
-    num_ids, l_pad = N * K, max(16, next_power_of_2(L + 1))
-    counts, block_s, chunk, blocks = None, SMALL_BLOCK, FEW_IDS if num_ids <= FEW_IDS else 2 * FEW_IDS, 1
+    num_ids, l_pad = N * K, max(16, next_power_of_2(L))
+    counts, block_s, blocks = None, SMALL_BLOCK, 1
+    chunk = next((count for count in AT_ONCE if num_ids <= count), AT_ONCE[-1])
     programs, counted = max(1, ceil_div(num_ids, block_s)), num_ids > SMALL_IDS
     if counted:
         block_s, chunk, blocks = BLOCK, max(1, _CELLS // l_pad), ceil_div(num_ids, BLOCK * MOST_PROGRAMS)

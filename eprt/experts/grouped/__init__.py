@@ -188,14 +188,14 @@ class TritonGroupedExecutor(PreparedExecutor):
 
     def _try_all(self, max_rows: int, top_k: int | None) -> None:
         """Makes every kind of call of up to `max_rows` rows."""
-        from eprt.experts.sort_by_expert_triton import FEW_IDS, SMALL_IDS
+        from eprt.experts.sort_by_expert_triton import AT_ONCE, SMALL_IDS
 
         K, form = self.config.top_k, self.runtime.token_format
         # One number of tokens for each schedule and each way of sorting: the last that it serves, as far as that can
         # come.
         starts = limits(self._pair, hopper=self._hopper)
         counts = {int(limit * self.shard.num_experts) // K for limit in starts} | {max_rows}
-        counts |= {few.tokens for few in self._few_tiles} | {ids // (top_k or K) for ids in (FEW_IDS, SMALL_IDS)}
+        counts |= {few.tokens for few in self._few_tiles} | {ids // (top_k or K) for ids in (*AT_ONCE, SMALL_IDS)}
         for rows in sorted({min(max(count, 1), max_rows) for count in counts}):
             if form in (None, "flat"):
                 self._try_flat(rows, top_k or K, self.shard.num_experts)  # nothing is computed
