@@ -189,6 +189,31 @@ def test_rows_equal_the_witness(form, activation, schedule, launched):
     assert len(launched) == 2
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("form", ["bf16", "mxfp4", "fp8_channel", "fp8_block", WIDE, W4A8])
+def test_sums_may_be_shorter_than_the_pipeline(form, blocks, schedule, launched):
+    """As tensor parallelism makes those of the second matrix: several tiles are in the pipeline at once."""
+    schedule(specialized(*sized((128, 16), (64, 16)), form))
+    H, I = (sized(640, 256), 128 * blocks) if form in FP8_FORMS else (sized(576, 192), 64 * blocks)
+    config = layer(weights_of(form), H=H, I=I, E=4, K=3)
+    weights, tokens = all_experts(config), make_tokens(config, sized(900, 100))
+    found = error_on_flat(config, weights, tokens, runtime=RUNTIMES.get(form, RUNTIME))
+    assert 0 < found < BOUNDS[form]
+    assert launched == [2 * I, H]
+
+
+@pytest.mark.parametrize(("experts", "tokens", "specialized_rows"), [(2, 1, [256]), (264, 264, [256, 384])])
+def test_tiles_of_few_rows_go_by_their_number(experts, tokens, specialized_rows, schedule, launched, monkeypatch):
+    """As many as SMs, of a long sum; so few that an SM has them at once, of a short one; and more."""
+    monkeypatch.setattr(schedules, "DEEP", {"w8a8": 256})
+    experts, tokens = sized((experts, tokens), (min(experts, 8), min(tokens, 16)))
+    schedule(Schedule(16, FP8_16, FP8_DOWN_16))
+    config = layer("fp8_block", H=384, I=128, E=experts, K=1)
+    weights, given = all_experts(config), make_tokens(config, tokens)
+    assert 0 < error_on_flat(config, weights, given, runtime=FP8_RUNTIME) < FP8_BOUND
+    assert launched == specialized_rows
+
+
 def test_sizes_that_do_not_fit_take_the_plain_kernel(schedule, launched):
     """A sum of 352 columns is no whole blocks; the other matrix fits."""
     schedule(specialized(64, 16))

@@ -19,7 +19,6 @@ from eprt.rounding import ceil_div, next_power_of_2
 from eprt.weights import FP8_BLOCK
 
 BLOCK_K = 64  # columns of bf16 per part: 128 bytes
-LEAST_BLOCKS = 4  # parts of K that the kernel needs: no shorter sum was tested
 # Registers per producer thread: it copies up to 64 tokens, or more than 64 (beside consumers that have none to spare),
 # or issues TMA loads only.
 _FEW_TOKENS, _MANY_TOKENS, _MANY_AT_LEAST, _TMA_ONLY = 32, 56, 40, 24

@@ -180,10 +180,9 @@ class Gemm:
     @cached_property
     def _takes_warp_specialized(self) -> bool:
         """Tells whether the warp-specialized kernel takes this matrix: it has no masks along K."""
-        from eprt.experts.grouped.constants_gluon import LEAST_BLOCKS, block_columns
+        from eprt.experts.grouped.constants_gluon import block_columns
 
-        cols, block = self.matrix.cols, block_columns(self.pair)
-        return self._chip.warp_specialized and cols % block == 0 and cols >= LEAST_BLOCKS * block
+        return self._chip.warp_specialized and self.matrix.cols % block_columns(self.pair) == 0
 
     def _fits_warp_specialized(self, data: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None = None) -> bool:
         """Tells whether it also takes these rows: it copies 16 bytes at a time, and offsets have 32 bits."""
