@@ -25,7 +25,7 @@ from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, runs
 
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error
-from eprt.experts.grouped import TritonGroupedExecutor
+from eprt.experts.grouped import TritonGroupedExecutor, schedules
 from eprt.experts.grouped.schedules import FEW, FewTile, FewTokens
 from eprt.experts.sort_by_expert_triton import sort_and_schedule
 from eprt.placement import ExpertPlacement
@@ -54,6 +54,7 @@ def few_on_any_device(monkeypatch):
         executor._hopper = True
 
     monkeypatch.setattr(TritonGroupedExecutor, "_prepare", prepare_as_hopper)
+    monkeypatch.setattr(schedules, "SHORT", 0)  # tiles are the tests'
     # What would be too many goes wrong visibly.
     monkeypatch.setattr("eprt.experts.sort_by_expert_triton.sort_and_schedule", None)
 
@@ -142,6 +143,23 @@ def test_scales_and_zero_points_of_int4(group, zeros, H, I):
     weights, tokens = int4_experts(config, group, zeros=zeros), make_tokens(config, 2)
     out = build(TritonGroupedExecutor, config, weights)(tokens)
     assert 0 < relative_error(out, witness(config, weights, tokens)) < BOUND
+
+
+def test_few_programs_share_long_sums():
+    config = layer("int4", H=128, I=4096, E=2, K=1)
+    weights, tokens = int4_experts(config, 128, zeros=False), make_tokens(config, 1)
+    executor = build(TritonGroupedExecutor, config, weights)
+    assert relative_error(executor(tokens), witness(config, weights, tokens)) < BOUND
+    assert [tile.splits for tile in executor._few_experts._seconds.values()] == [2]
+
+
+def test_short_sums_have_blocks_of_their_own(monkeypatch):
+    monkeypatch.setattr(schedules, "SHORT", 48)
+    config = config_of("bf16")
+    weights, tokens = all_experts(config), make_tokens(config, 3)
+    executor = build(TritonGroupedExecutor, config, weights)
+    assert relative_error(executor(tokens), witness(config, weights, tokens)) < BOUND
+    assert list(executor._few_experts._seconds.values()) == [schedules.SHORT_TILE]
 
 
 def test_each_number_of_tokens_has_the_kernels_that_are_quickest_for_it():

@@ -26,10 +26,12 @@ from support.cases.grouped_cases import (
 from support.stand_ins.kernel_device import DEVICE, INTERPRETED, cuda_only, interpreted_only, runs_kernels, sized
 
 from eprt.conformance.oracle import relative_error
-from eprt.experts.grouped import TritonGroupedExecutor
+from eprt.experts.grouped import TritonGroupedExecutor, schedules
 from eprt.experts.grouped.schedules import (
     BF16_WS,
+    FP8_16,
     FP8_128_WIDE,
+    FP8_DOWN_16,
     FP8_WS,
     MXFP4_32,
     MXFP4_64,
@@ -79,6 +81,7 @@ def launched(monkeypatch):
     """Which matrices went through the warp-specialized kernel, by their rows."""
     from eprt.experts.grouped.launch import Chip, Gemm
 
+    monkeypatch.setattr(schedules, "DEEP", {})  # tiles are the tests'
     if INTERPRETED:
         monkeypatch.setattr(Chip, "of", lambda _: Chip(multiprocessors=3, hopper=False, warp_specialized=True))
     seen, call, arguments = [], Gemm.__call__, Gemm._arguments

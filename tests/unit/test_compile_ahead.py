@@ -28,7 +28,7 @@ from triton.runtime import driver
 from eprt import compile_ahead
 from eprt.bench.experts import random_experts
 from eprt.cli.explain import kinds_of_layers
-from eprt.config import ParallelConfig, Routing, RuntimeConfig
+from eprt.config import MoEConfig, ParallelConfig, Routing, RuntimeConfig
 from eprt.conformance.tiny_model import gpt_oss_config
 from eprt.experts import sort_by_expert_triton
 from eprt.experts.grouped import TritonGroupedExecutor
@@ -208,6 +208,27 @@ def test_every_number_of_tokens_is_warmed_up(form, payload):
         with patch.object(executor, "run") as run:
             executor._try_flat(1, 2, 8, payload)
     assert run.call_count == (4 if payload is None else 2)  # by dtype, which packed tokens have no more
+    assert [(rest.kernel.fn.__name__, rest.named) for rest in found[warmed:]] == []
+
+
+@pytest.mark.parametrize(
+    ("form", "E", "K", "H", "I"),
+    [("fp8_block", 256, 8, 7168, 256), ("fp8_block", 256, 8, 3072, 384), ("fp8_channel", 16, 1, 512, 8192)]
+    + [("mxfp4", 32, 4, 256, 4096), ("int4", 8, 2, 256, 14336), ("bf16", 128, 8, 256, 192)],
+)
+def test_every_number_of_few_tokens_is_warmed_up(form, E, K, H, I):
+    """Tiles of a few rows go by their number and by the length of sums, too."""
+    config = MoEConfig(E, K, H, I, weight_format=form)
+    one, shard = random_experts(config, 1, torch.device("cpu")), ExpertPlacement(E, ParallelConfig(1)).shard(0)
+    runtime = RuntimeConfig(token_format="flat", low_precision_activations=form.startswith("fp8"))
+    sort_by_expert_triton._prepared_place.cache_clear()  # of other tests
+    with compiled_for(SM90), recording() as found:
+        weights = one.map(lambda tensor: tensor.expand(E, *tensor.shape[1:]))
+        executor = TritonGroupedExecutor(config, shard, weights, META, runtime)
+        executor.warmup(4096)
+        warmed = len(found)
+        for rows in range(1, 400):
+            executor._try_flat(rows, K, E)
     assert [(rest.kernel.fn.__name__, rest.named) for rest in found[warmed:]] == []
 
 

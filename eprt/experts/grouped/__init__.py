@@ -196,6 +196,8 @@ class TritonGroupedExecutor(PreparedExecutor):
         starts = limits(self._pair, hopper=self._hopper)
         counts = {int(limit * self.shard.num_experts) // K for limit in starts} | {max_rows}
         counts |= {few.tokens for few in self._few_tiles} | {ids // (top_k or K) for ids in (*AT_ONCE, SMALL_IDS)}
+        # Tiles of a few rows also go by the number of tiles.
+        counts |= {1, 2, 3, 4} | {1 << power for power in range(3, (16 * self.shard.num_experts // K).bit_length())}
         for rows in sorted({min(max(count, 1), max_rows) for count in counts}):
             if form in (None, "flat"):
                 self._try_flat(rows, top_k or K, self.shard.num_experts)  # nothing is computed

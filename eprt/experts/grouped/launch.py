@@ -17,7 +17,15 @@ from eprt.experts.activation_triton import constants
 from eprt.experts.grouped.four_bit import UNIT
 from eprt.experts.grouped.gemm_triton import GemmConstants, grouped_gemm
 from eprt.experts.grouped.quantize_triton import quantize_tiles
-from eprt.experts.grouped.schedules import FOUR_BIT_PAIRS, FP8_PAIRS, TOKEN_SCALED, Pair, Schedule, Tile
+from eprt.experts.grouped.schedules import (
+    FOUR_BIT_PAIRS,
+    FP8_PAIRS,
+    TOKEN_SCALED,
+    Pair,
+    Schedule,
+    Tile,
+    one_round,
+)
 from eprt.experts.grouped.weights import GroupedMatrix
 from eprt.experts.sort_by_expert_triton import TileSchedule
 from eprt.launching import INT32, CachedKernel, like, starts_aligned
@@ -110,6 +118,9 @@ class Gemm:
         data = rows.data
         if tile.warp_specialized and not self._fits_warp_specialized(data, out, rows.scale):
             tile = tile.plain
+        elif tile.warp_specialized and schedule.m == 16:
+            tiles = (work.bound - work.bound // (schedule.m + 1)) * ceil_div(self.matrix.rows, tile.n)
+            tile = one_round(tile, self.pair, tiles, self.matrix.cols, self._chip.multiprocessors)
         x_tma = rows.source is None and data.dim() == 2 and (tile.warp_specialized or (tile.tma and self._chip.hopper))
         strides = *_strides(data), *_strides(out)
         weights = self.weight_blocks(tile.n, tile.k, tile.warp_specialized)

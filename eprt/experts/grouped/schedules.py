@@ -148,8 +148,6 @@ HOPPER: dict[Pair, tuple[tuple[float, Schedule], ...]] = {
         (ANY, BF16_128),
     ),
     "w8a8": (
-        # Only the smallest are slower warp-specialized: Qwen3-30B-A3B (EP 1) takes 23.9 us at 1 token for 22.9.
-        (0.2, Schedule(16, FP8_16.plain, FP8_DOWN_16.plain)),
         (5.5, Schedule(16, FP8_16, FP8_DOWN_16)),
         (11, Schedule(32, FP8_32, FP8_DOWN_32)),
         # A tail of 16 rows costs 1 to 4%, and saves as much where most experts have little more than 64 or 128 rows.
@@ -195,8 +193,8 @@ HOPPER["i4a16"] = (
     *HOPPER["w4a16"][2:],
 )
 HOPPER["c8a8"] = (
-    (0.4, HOPPER["w8a8"][0][1]),  # GLM-4.5-Air (EP 4) takes 41.1 us at 4 tokens, warp-specialized 43.1
-    (10, HOPPER["w8a8"][1][1]),
+    (0.4, Schedule(16, FP8_16.plain, FP8_DOWN_16)),  # GLM-4.5-Air (EP 4) takes 50.8 us at 4 tokens for 53.7
+    (10, HOPPER["w8a8"][0][1]),
     (56, FP8_64),
     # For 112 rows of GLM-4.5-Air 213, 216 and 215 us, by the next one 226, 224 and 225; for 256 rows of DeepSeek-V3 (EP
     # 4) 1642, 1750 and 2017, by the next 1553, 1679 and 2003.
@@ -225,6 +223,20 @@ AMPERE: tuple[tuple[float, Schedule], ...] = (
     (ANY, Schedule(64, Tile(128, 32, 4, 4, 1, halvings=1), Tile(128, 32, 4, 4, 1, halvings=1))),
 )
 
+# Where all tiles of 16 rows fit on a Hopper GPU at once, the plain kernel is the faster one, as it fits an SM more than
+# once: an H200 takes 40.8 us for 44.6 at 4 tokens of MiniMax-M2 (TP 4), 17.6 for 19.4 at 1 token of Qwen3-30B-A3B. But
+# the deeper pipeline is, if an SM gets at most one tile and sums are at least this long: DeepSeek-V3 (TP 8) takes 25.3
+# us for 29.7 at 1 token, Llama-4-Scout (by channel) 43.1 for 59.3.
+DEEP: dict[Pair, int] = {"w8a8": 3072, "c8a8": 6144}
+
+
+def one_round(tile: Tile, pair: Pair, tiles: int, cols: int, multiprocessors: int) -> Tile:
+    """Returns the tile that is the faster one for `tiles` tiles of 16 rows and sums of `cols` columns."""
+    if pair not in DEEP or tiles > multiprocessors * tile.plain.ctas:
+        return tile
+    return tile if tiles <= multiprocessors and cols >= DEEP[pair] else tile.plain
+
+
 # As many tokens as these kernels are the faster ones for, of 40 candidates on an H100: us of all experts at 1, 2, 4 and
 # 8 tokens, 8 routings that take turns, weights from memory. gpt-oss-20b, MXFP4: 25.4, 42.0, 76.5, - for 35.0, 52.6,
 # 87.0, 114 by tile schedules, at least 17.5, 30.7, 58.7, 92 by the bytes that are read. On an H200, by two halves of
@@ -246,6 +258,21 @@ FEW: dict[Pair, tuple[FewTokens, ...]] = {
     # 31.3 for 38.7, and 61.5 for 51.6.
     "i4a16": (FewTokens(2, FewTile(64, 128, halves=2), FewTile(64, 128, ahead=3)),),
 }
+
+# Of bf16, for a second matrix of at most SHORT columns: Qwen3-235B-A22B (TP 8) takes 99.6 us at 16 tokens for 119.3.
+SHORT, SHORT_TILE = 384, FewTile(128, 64, 3)
+# As many programs as an H200 holds at once, and as many columns as each has at least: of 4 bits more programs share K
+# where there are too few. Mixtral's INT4 takes 66.2 us at 1 token for 111.1, Llama-4-Scout's 31.0 for 57.9.
+ENOUGH_PROGRAMS, LEAST_COLUMNS = 430, 2048
+
+
+def second_few(tile: FewTile, pair: Pair, programs: float, cols: int) -> FewTile:
+    """Returns the blocks of a second matrix of `cols` columns, of which there are `programs` to multiply."""
+    if pair == "bf16":
+        return SHORT_TILE if cols <= SHORT else tile
+    splits = min(round(ENOUGH_PROGRAMS / programs), cols // LEAST_COLUMNS)
+    return replace(tile, splits=max(splits, tile.splits))
+
 
 # The same under `batch_invariant`: an output is one sum along K, as in every tile schedule, whatever its tiles. On an
 # H100 gpt-oss-20b takes 31.8 and 82.6 us at 1 and 4 tokens that way, for 34.9 and 88.3 by tile schedules.
