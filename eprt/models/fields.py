@@ -153,18 +153,14 @@ def e8m0_scale(scale: torch.Tensor, where: str, largest: float = 1.0) -> torch.T
 
 def _e8m0_codes(scale: torch.Tensor, where: str) -> torch.Tensor:
     if scale.dtype == torch.float32:
-        bits = scale.contiguous().view(torch.int32)
-        code = (bits >> 23) & 0xFF
-        # 2**-127 lies below the normal range of float32: exponent 0 and the top mantissa bit alone.
-        smallest = bits == 0x00400000
-        power = (bits > 0) & (bits & 0x7FFFFF == 0) & (code < E8M0_NAN)
-        bad = scale[~(power | smallest)]
+        rounded = scale.to(torch.float8_e8m0fnu)
+        bad = scale[rounded.float() != scale]
         if bad.numel():
             raise CheckpointError(
                 f"{where}: {bad.numel()} of {scale.numel()} scales such as {bad[0].item()}: "
                 "expected powers of two (E8M0 stored as float32)"
             )
-        return code.to(torch.uint8)
+        return rounded.view(torch.uint8)
     codes = scale.view(torch.uint8)
     bad_count = int((codes == E8M0_NAN).sum())
     if bad_count:

@@ -80,10 +80,7 @@ def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 def decode_e8m0(scales: torch.Tensor) -> torch.Tensor:
     """Returns float32 2 ** (byte - 127), exact; byte 255 is NaN."""
-    bits = scales.to(torch.int32) << 23
-    # 2 ** -127 has no normal float32: its pattern is the upper half of the subnormals.
-    power = torch.where(scales == 0, 1 << 22, bits).view(torch.float32)
-    return torch.where(scales == E8M0_NAN, torch.nan, power)
+    return scales.view(torch.float8_e8m0fnu).float()
 
 
 def shared_scale(amax: torch.Tensor, emax: int) -> torch.Tensor:

@@ -69,7 +69,6 @@ def test_e8m0_decodes_all_256_bytes():
     expected = f32(*(math.ldexp(1.0, byte - 127) for byte in range(255)))
     assert same_bits(decode_e8m0(bytes_)[:255], expected)
     assert math.isnan(decode_e8m0(bytes_)[255].item())
-    assert same_bits(decode_e8m0(bytes_)[:255], bytes_.view(torch.float8_e8m0fnu).float()[:255])
 
 
 @pytest.mark.parametrize(
