@@ -146,12 +146,10 @@ def judge(
 
 def _heard(trial: Trial, reports: Sequence[RankReport], diaries: Sequence[dict[str, Any]], at: float) -> dict[str, Any]:
     """Returns what the survivors' errors and notes say: the times, the words, and whether they name the victim."""
-    everybody = trial.why == "mismatch" or bool(trial.unknowable)
+    everybody = trial.why == "mismatch" or trial.unknowable or trial.fault == CUT  # who is cut off has to know it
     pairs = zip(reports, diaries, strict=False)
     said = {report.rank: _verdict_of(report, diary) for report, diary in pairs}
     heard = [verdict for rank, verdict in said.items() if everybody or rank not in trial.victims]
-    if trial.fault == CUT:  # who is cut off has to know it
-        heard += [verdict for rank, verdict in said.items() if rank in trial.victims]
     found = [verdict for verdict in heard if verdict is not None]
     if trial.fault == CUT and trial.then == "restart":
         found = [_of_who_ended_first(trial, verdict, said) for verdict in found]
