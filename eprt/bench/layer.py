@@ -15,7 +15,7 @@ import torch
 from eprt.bench.experts import SHAPES, random_experts, random_linear, random_router, require_shapes
 from eprt.bench.report import Row, p50_p99
 from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, or_reason, samples, world_of
-from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig, TokenFormat
+from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
 from eprt.graphs.recording import refusal
 from eprt.layer import ExpertParallelMoE
@@ -40,25 +40,18 @@ def shape_config(shape: str) -> MoEConfig:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One layer: a shape by name, the rest as in RuntimeConfig; measured with each number of tokens on every rank."""
+    """One layer: a shape by name, measured with each number of tokens on every rank, for which it gets its capacity."""
 
     shape: str
     tokens: tuple[int, ...]
-    dispatcher: str = "auto"
-    executor: str = "auto"
-    token_format: TokenFormat | None = None
-    low_precision_activations: bool = False
+    asked: RuntimeConfig
 
     def __str__(self) -> str:
-        return f"{self.shape}, tokens per rank {self.tokens}, {self.dispatcher} + {self.executor}"
+        return f"{self.shape}, tokens per rank {self.tokens}, {self.asked.dispatcher} + {self.asked.executor}"
 
     @property
     def what(self) -> str:
-        return f"{self.shape}, {self.dispatcher} + {self.executor}"
-
-    @property
-    def activations(self) -> str:
-        return "fp8" if self.low_precision_activations else "bf16"
+        return f"{self.shape}, {self.asked.dispatcher} + {self.asked.executor}"
 
     @property
     def config(self) -> MoEConfig:
@@ -66,13 +59,13 @@ class LayerCase:
 
     @property
     def runtime(self) -> RuntimeConfig:
-        return RuntimeConfig(
-            dispatcher=self.dispatcher,
-            executor=self.executor,
-            token_format=self.token_format,
-            low_precision_activations=self.low_precision_activations,
-            max_tokens_per_rank=max(1, *self.tokens),
-        )
+        return replace(self.asked, max_tokens_per_rank=max(1, *self.tokens))
+
+    def row(self, ranks: int, tokens: int) -> Row:
+        """Returns the columns that say what was measured; `rows_per_expert` is a mean over all ranks' tokens."""
+        config, activations = self.config, "fp8" if self.asked.low_precision_activations else "bf16"
+        row = {"shape": self.shape, "ranks": ranks, "activations": activations, "tokens": tokens}
+        return row | {"rows_per_expert": round(ranks * tokens * config.top_k / config.num_experts, 2)}
 
 
 @dataclass(frozen=True)
@@ -98,9 +91,10 @@ def pairs_here(context: RankContext, case: LayerCase) -> tuple[list[LayerCase], 
         plan = make_plan(case.config, world.parallel, case.runtime, Device.of(world.device))
     except UnsupportedError as error:
         return [], [str(error)]
-    works = [c for c in plan.candidates if c.support]
-    cases = [replace(case, dispatcher=c.dispatcher, executor=c.executor, token_format=c.token_format) for c in works]
-    return cases, [f"{c.dispatcher} + {c.executor}: {c.support.reason}" for c in plan.candidates if not c.support]
+    pairs = [(c.dispatcher, c.executor, c.token_format) for c in plan.candidates if c.support]
+    named = [replace(case.asked, dispatcher=d, executor=e, token_format=f) for d, e, f in pairs]
+    notes = [f"{c.dispatcher} + {c.executor}: {c.support.reason}" for c in plan.candidates if not c.support]
+    return [replace(case, asked=asked) for asked in named], notes
 
 
 @or_reason
@@ -193,17 +187,10 @@ def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[Row]:
 
 
 def _row(case: LayerCase, tokens: int, pair: str, by_rank: Sequence[dict[str, list[float]]]) -> Row:
-    row: Row = {"shape": case.shape, "ranks": len(by_rank), "activations": case.activations, "tokens": tokens}
-    row |= {"rows_per_expert": rows_per_expert(case.config, tokens * len(by_rank)), "pair": pair}
-    row["token_format"] = case.token_format or "auto"
+    row = case.row(len(by_rank), tokens) | {"pair": pair, "token_format": case.asked.token_format or "auto"}
     for name in by_rank[0]:
         row |= p50_p99(name, [rank[name] for rank in by_rank])
     row["overhead_us"] = round(row["layer_p50_us"] - row["by_hand_p50_us"], 1)
     if "layer_graph" in by_rank[0]:
         row["graph_ratio"] = round(row["layer_graph_p50_us"] / row["by_hand_graph_p50_us"], 3)
     return row
-
-
-def rows_per_expert(config: MoEConfig, tokens: int) -> float:
-    """Returns the mean number of rows that an expert gets of all ranks' tokens."""
-    return round(tokens * config.top_k / config.num_experts, 2)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from eprt.bench.experts import random_experts
-from eprt.bench.layer import LayerCase, graph_safe, rows_per_expert
+from eprt.bench.layer import LayerCase, graph_safe
 from eprt.bench.report import Row, p50_p99, percentile, slowest
 from eprt.bench.routings import RoutedLayer, demand_of
 from eprt.bench.timing import or_reason, samples, world_of
@@ -138,8 +138,7 @@ def placed_rows(case: PlacedCase, by_rank: list[PlacedTimes]) -> list[Row]:
     """Returns a row for experts in order, then one for the planned placement with its gains, by the slowest rank."""
     first, config, [T], rows = by_rank[0], case.config, case.tokens, list[Row]()
     p50 = {name: percentile(slowest([rank.samples[name] for rank in by_rank]), 50) for name in first.samples}
-    common: Row = {"shape": case.shape, "ranks": len(by_rank), "activations": case.activations, "tokens": T}
-    common["rows_per_expert"] = rows_per_expert(config, T * len(by_rank))
+    common = case.row(len(by_rank), T)
     common |= {"phase": case.phase, "routing": case.routing, "pair": first.pair, "graph": first.graph}
     common["error"] = max(rank.error for rank in by_rank)
     for name, imbalance in first.imbalance.items():

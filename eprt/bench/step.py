@@ -38,13 +38,12 @@ _STEPS, _WARM_STEPS = 10, 3  # of a round; they follow each other as in a decode
 
 @dataclass(frozen=True)
 class StepCase:
-    """One model on every rank: `layers` of it, each number of `tokens` (requests) per rank."""
+    """One model on every rank: `layers` of it, sized for each number of `tokens` (requests) per rank."""
 
     model: str
     layers: int
     tokens: tuple[int, ...]
-    dispatcher: str = "auto"
-    executor: str = "auto"
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     rounds: int = 10
 
     def __str__(self) -> str:
@@ -155,9 +154,8 @@ def measure_step(context: RankContext, case: StepCase) -> StepFound:
 
 def _parallelized(model: nn.Module, hf: dict[str, Any], world: World, case: StepCase) -> list[ExpertParallelMoE]:
     """Replaces the model's MoE blocks by layers over the world, experts in the number format of the checkpoint."""
-    family, tokens = family_for(hf), max(case.tokens)
-    runtime = RuntimeConfig(dispatcher=case.dispatcher, executor=case.executor, max_tokens_per_rank=tokens)
-    runtime = replace(runtime, layer_graphs=world.device.type == "cuda")
+    family = family_for(hf)
+    runtime = replace(case.runtime, max_tokens_per_rank=max(case.tokens), layer_graphs=world.device.type == "cuda")
     layers: list[ExpertParallelMoE] = []
     for number in family.moe_layers(hf):
         parent, _, name = family.module_path(number).rpartition(".")

@@ -168,9 +168,7 @@ def alternating(world: World, calls: Sequence[Callable[[], object]], rounds: int
     for _ in range(WARM_ROUNDS + rounds):
         for call, times in zip(calls, found, strict=True):
             settle(world)
-            world.barrier()
-            with host_stopwatch(times):
-                call()
+            times.append(_wall(world, call))
     return [times[WARM_ROUNDS:] for times in found]
 
 

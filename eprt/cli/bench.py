@@ -96,13 +96,12 @@ def bench_step(arguments: BenchStep, terminal: Terminal) -> int:
 
     require_tokens(arguments.tokens, 1)
     require_names("--models", arguments.models)
-    backends_of(RuntimeConfig(arguments.dispatcher, arguments.executor))
+    asked = RuntimeConfig(arguments.dispatcher, arguments.executor)
+    backends_of(asked)
     if arguments.layers < 1 or arguments.rounds < 1:
         raise ConfigError(f"--layers {arguments.layers} --rounds {arguments.rounds}: must be at least 1")
-    cases = [
-        StepCase(model, arguments.layers, arguments.tokens, arguments.dispatcher, arguments.executor, arguments.rounds)
-        for model in arguments.models
-    ]
+    sizes = arguments.layers, arguments.tokens, asked, arguments.rounds
+    cases = [StepCase(model, *sizes) for model in arguments.models]
     with ranks(arguments.world, arguments.device) as workers:
         report = measured(Report("step", []), cases, measure_step, step_rows, workers, arguments, terminal)
     layers = counted(arguments.layers, "layer")

@@ -36,14 +36,18 @@ PLACED = columns(
 def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
     """Measures layers. Returns 1 if a placement changed a layer's sums, else 0."""
     require_names("--shapes", arguments.shapes)
-    backends_of(RuntimeConfig(arguments.dispatcher, arguments.executor))
+    precision = arguments.low_precision_activations
+    asked = RuntimeConfig(arguments.dispatcher, arguments.executor, low_precision_activations=precision)
+    backends_of(asked)
+    cases, notes = [LayerCase(shape, arguments.tokens, asked) for shape in arguments.shapes], list[str]()
     if arguments.routing is not None or arguments.replicas is not None or arguments.placement is not None:
-        return _bench_placed(arguments, terminal)
+        return _bench_placed(arguments, cases, terminal)
     require_tokens(arguments.tokens, 0)
     for shape in arguments.shapes:
         shape_config(shape)
     with ranks(arguments.world, arguments.device) as workers:
-        cases, notes = _layer_cases(arguments, workers)
+        if arguments.every_pair:
+            cases, notes = _every_pair(cases, workers)
         report = Report("layer", [], notes=notes)
         measured(report, cases, measure_layer, layer_rows, workers, arguments, terminal)
     for shape, rows in groups(report, "shape"):
@@ -58,25 +62,19 @@ def bench_layer(arguments: BenchLayer, terminal: Terminal) -> int:
     return finish(report, arguments, terminal)
 
 
-def _layer_cases(arguments: BenchLayer, workers: Ranks) -> tuple[list[LayerCase], list[str]]:
-    """Returns the cases that were asked for, and notes on pairs that can't run here."""
-    pair, precision = (arguments.dispatcher, arguments.executor), arguments.low_precision_activations
-    asked = [
-        LayerCase(shape, arguments.tokens, *pair, low_precision_activations=precision) for shape in arguments.shapes
-    ]
-    if not arguments.every_pair:
-        return asked, []
-    found = [workers.run(pairs_here, case=case)[0] for case in asked]
-    notes = [f"{case.shape}, {line}" for case, (_, lines) in zip(asked, found, strict=True) for line in lines]
+def _every_pair(cases: list[LayerCase], workers: Ranks) -> tuple[list[LayerCase], list[str]]:
+    """Returns a case for each pair that can run here, and notes on those that can't."""
+    found = [workers.run(pairs_here, case=case)[0] for case in cases]
+    notes = [f"{case.shape}, {line}" for case, (_, lines) in zip(cases, found, strict=True) for line in lines]
     return [pair for pairs, _ in found for pair in pairs], notes
 
 
-def _bench_placed(arguments: BenchLayer, terminal: Terminal) -> int:
+def _bench_placed(arguments: BenchLayer, asked: list[LayerCase], terminal: Terminal) -> int:
     _require_placed(arguments)
     file = None if arguments.placement is None else PlacementFile.read(arguments.placement)
     with ranks(arguments.world, arguments.device) as workers:
         require_peers(workers, "--routing", "there is no other rank to be hotter than")
-        cases = [case for shape in arguments.shapes for case in _placed_cases(shape, arguments, workers.size, file)]
+        cases = [case for each in asked for case in _placed_cases(each, arguments, workers.size, file)]
         for case in cases[:: len(arguments.tokens)] if file is None else ():
             say_more_replicas(arguments.replicas or 0, case.config.num_experts, workers.size, terminal)
         report = Report("placement", [])
@@ -110,15 +108,13 @@ def _require_placed(arguments: BenchLayer) -> None:
     require_tokens(arguments.tokens, 1)
 
 
-def _placed_cases(shape: str, arguments: BenchLayer, size: int, file: PlacementFile | None) -> list[PlacedCase]:
+def _placed_cases(asked: LayerCase, arguments: BenchLayer, size: int, file: PlacementFile | None) -> list[PlacedCase]:
     """Returns one case for each number of tokens, with the choices of the routing's first layer.
 
     The placement is that of a file, or planned from the routing's own counts.
     """
-    config, parallel, routing = shape_config(shape), ParallelConfig(size), arguments.routing or ""
+    config, parallel, routing = asked.config, ParallelConfig(size), arguments.routing or ""
     routed, E = read_routing(routing, config.num_experts, config.top_k)[0], config.num_experts
     placed = file.placement(routed.layer, E, parallel) if file else routed.planned(parallel, arguments.replicas or 0)
-    pair = (arguments.dispatcher, arguments.executor)
-    precision = arguments.low_precision_activations
-    case = partial(PlacedCase, low_precision_activations=precision, routed=routed, routing=routing)
-    return [case(shape, (tokens,), *pair, slots=tuple(placed.slots)) for tokens in arguments.tokens]
+    case = partial(PlacedCase, asked=asked.asked, routed=routed, routing=routing, slots=tuple(placed.slots))
+    return [case(asked.shape, (tokens,)) for tokens in asked.tokens]

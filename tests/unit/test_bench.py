@@ -28,7 +28,7 @@ from eprt.cli import bench as bench_command
 from eprt.cli import main
 from eprt.cli.arguments import Bench
 from eprt.cli.terminal import Terminal
-from eprt.config import MoEConfig
+from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import transport
 from eprt.conformance.cases import Batch
 from eprt.dispatch import DISPATCHERS, deepep
@@ -195,14 +195,14 @@ def test_a_refusal_becomes_one_note(monkeypatch) -> None:
     monkeypatch.setattr(layer, "random_layer", broken)
     context = RankContext(0, 1, "cpu")
     carried = [DispatchCase("deepep", 2880, 4, tokens) for tokens in (1, 8)]
-    layers = [layer.LayerCase("tiny", (1,), "none", "torch_grouped")]
+    layers = [layer.LayerCase("tiny", (1,), RuntimeConfig("none", "torch_grouped"))]
     kept: list[int] = []
     report = Report("any", [], notes=["x"])
     workers = SimpleNamespace(run=lambda job, case: [job(context, case)])
     monkeypatch.setattr(bench_command, "keep", lambda *_: lambda report: kept.append(len(report.notes)))
     for cases, job in ((carried, measure_dispatch), (layers, layer.measure_layer)):
         bench_command.measured(report, cases, job, None, workers, None, Terminal(speaks=False))
-    pairs, [why] = layer.pairs_here(context, layer.LayerCase("tiny", (1,), "auto", "triton_grouped"))
+    pairs, [why] = layer.pairs_here(context, layer.LayerCase("tiny", (1,), RuntimeConfig("auto", "triton_grouped")))
     context.close()
     assert pairs == []
     assert "triton_grouped: runs on cuda, not on cpu" in why
@@ -222,7 +222,7 @@ def test_a_pair_that_fails_to_warm_up_is_named(monkeypatch, dispatcher: str, nam
 
     monkeypatch.setattr(World, "warmup", fails)
     context = RankContext(0, 1, "cpu")
-    found = layer.measure_layer(context, layer.LayerCase("tiny", (1,), dispatcher, "torch_grouped"))
+    found = layer.measure_layer(context, layer.LayerCase("tiny", (1,), RuntimeConfig(dispatcher, "torch_grouped")))
     context.close()
     assert found == f"{named}no memory"
 
@@ -345,9 +345,8 @@ def test_a_planned_placement_beside_experts_in_order(tmp_path, capsys) -> None:
 def test_sums_that_a_placement_changed_fail_the_bench(monkeypatch, capsys) -> None:
     """Where each layer drew experts of its own, as where one held another slot's weights."""
 
-    case = placed.PlacedCase(
-        "tiny", (4,), routed=read_routing("uniform", 8, 4)[0], routing="uniform", slots=(*reversed(range(8)),)
-    )
+    choices = {"routed": read_routing("uniform", 8, 4)[0], "routing": "uniform"}
+    case = placed.PlacedCase("tiny", (4,), RuntimeConfig(), **choices, slots=(*reversed(range(8)),))
     context = RankContext(0, 1, "cpu")
     right = placed.measure_placed(context, case)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
@@ -371,7 +370,7 @@ def test_layer_and_hand_written_steps_compute_the_same() -> None:
     """The peer of the measurement does the layer's work: equal outputs, calls numbered in common."""
     with World.from_env(device="cpu") as world:
         torch.manual_seed(0)
-        case = layer.LayerCase("tiny", (5,))
+        case = layer.LayerCase("tiny", (5,), RuntimeConfig())
         ours = layer.random_layer(case.config, world, case.runtime)
         x = torch.randn(5, ours.config.input_size).to(torch.bfloat16)
         assert torch.equal(ours(x), layer._called_directly(ours, x))
