@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.model_cases import refuses, saved
-from support.cases.packed_checkpoints import EXPERT, QUANT, edit, pack
+from support.cases.model_cases import packed, refuses, same_numbers, saved
+from support.cases.packed_checkpoints import EACH, EXPERT, PREFIX, QUANT, edit, mixed
 from support.cases.packed_int4 import compressed, words
 
 from eprt.config import ParallelConfig
@@ -16,7 +16,6 @@ from eprt.models import load_layer
 from eprt.models.checkpoint import SINGLE
 from eprt.weights import Int4
 
-PREFIX = "model.layers.1.mlp.experts"
 ORDERED = ("gptq_act_order", "pack_quantized_act_order")
 # Of each format: what config.json's becomes, and the families whose experts are packed so.
 INT4 = ("pack_quantized", "pack_quantized_zeros", "pack_quantized_channel", "gptq", "gptq_v2", "awq")
@@ -35,13 +34,6 @@ STORED: dict[str, tuple[str, tuple[str, ...]]] = {
 CUT = ("pack_quantized_channel", "float_channel", "nvfp4_packed", "nvfp4", "fp8_tensor")
 
 
-def packed(tmp_path, dialect: str, config=None, case: str = "qwen3_moe", shared: str | None = None):
-    """(folder, the same experts in float32, MoE layer) of a model whose 96 columns are three groups."""
-    *_, layer, folders = saved(case)
-    plain = tmp_path / "plain"
-    return pack(folders["original"], tmp_path / "packed", dialect, config, shared, plain), plain, layer
-
-
 @pytest.mark.parametrize(("dialect", "case"), [(name, case) for name, (_, cases) in STORED.items() for case in cases])
 def test_every_shard_holds_the_numbers_that_were_packed(tmp_path, dialect, case):
     folder, plain, layer = packed(tmp_path, dialect, case=case)
@@ -50,11 +42,8 @@ def test_every_shard_holds_the_numbers_that_were_packed(tmp_path, dialect, case)
             parallel = ParallelConfig(world, moe_tp_size=moe_tp)
             found, expected = (load_layer(path, layer, parallel, rank) for path in (folder, plain))
             assert found.config.weight_format == STORED[dialect][0]
-            for name, parts in (("gate_up", found.config.activation.parts), ("down", 1)):
-                values = decode_matrix(getattr(found.experts, name), parts)
-                # NVFP4 multiplies three numbers, in either order.
-                rtol = 1e-6 if dialect.startswith("nvfp4") else 0
-                torch.testing.assert_close(values, getattr(expected.experts, name).data, rtol=rtol, atol=0)
+            # NVFP4 multiplies three numbers, in either order.
+            same_numbers(found, expected, rtol=1e-6 if dialect.startswith("nvfp4") else 0)
 
 
 def test_zero_points_and_scales_keep_what_files_say(tmp_path):
@@ -124,7 +113,6 @@ INT = QUANT["pack_quantized"]["config_groups"]["group_0"]["weights"]
 
 
 EXPERTS, NAMED = r"re:.*experts\.\d+\..*", {"format": "pack-quantized"}
-EACH = [f"{PREFIX}.{expert}.{name}_proj" for expert in range(8) for name in ("gate", "up", "down")]
 
 
 def group(targets: list[str], **weights: object) -> dict[str, object]:
@@ -171,8 +159,7 @@ def test_experts_that_the_config_leaves_out_are_plain(tmp_path, dialect, change)
 )  # fmt: skip
 def test_settings_of_single_modules(tmp_path, dialect, change):
     folder, plain, layer = packed(tmp_path, dialect, {"quantization_config": QUANT[dialect] | change})
-    values = decode_matrix(load_layer(folder, layer).experts.gate_up, 2)
-    assert torch.equal(values, load_layer(plain, layer).experts.gate_up.data)
+    same_numbers(load_layer(folder, layer), load_layer(plain, layer))
 
 
 PACKED, GPTQ, AWQ = QUANT["pack_quantized"], QUANT["gptq"], QUANT["awq"]
@@ -245,26 +232,11 @@ def test_settings_that_eprt_has_no_numbers_for_are_refused(tmp_path, quant, text
         (AWQ | {"modules_to_not_convert": ["experts.1.down_proj"]}, "down_proj bf16"),
         (QUANT["fp8_block"] | {"modules_to_not_convert": [f"{PREFIX}.1.down_proj"]}, "down_proj bf16"),
         (
-            {
-                "quant_method": "modelopt",
-                "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {
-                    f"{PREFIX}.{expert}.{name}_proj": {"quant_algo": "FP8" if expert == 2 else "NVFP4"}
-                    for expert in range(8)
-                    for name in ("gate", "up", "down")
-                },
-            },
+            mixed({name: "FP8" if ".experts.2." in name else "NVFP4" for name in EACH}),
             "experts.0.* nvfp4, .*experts.2.* fp8_tensor",
         ),
         (
-            {
-                "quant_method": "modelopt",
-                "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {
-                    f"{PREFIX}.down_proj": {"quant_algo": "FP8"},
-                    f"{PREFIX}.gate_up_proj": {"quant_algo": "NVFP4"},
-                },
-            },
+            mixed({f"{PREFIX}.down_proj": "FP8", f"{PREFIX}.gate_up_proj": "NVFP4"}),
             "experts.down_proj fp8_tensor, .*experts.gate_up_proj nvfp4",
         ),
     ],

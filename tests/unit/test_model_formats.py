@@ -7,14 +7,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.model_cases import equal, refuses, saved
+from support.cases.model_cases import equal, packed, refuses, same_numbers, saved
 from support.cases.model_recipes import RECIPES, make_model
 from support.cases.number_formats import e8m0_numbers
-from support.cases.packed_checkpoints import QUANT, edit, pack, resized
+from support.cases.packed_checkpoints import EACH, QUANT, edit, pack, resized
 
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
-from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
 from eprt.models.checkpoint import QUANT_CONFIG, SINGLE, Checkpoint
 from eprt.models.fields import e8m0_scale, positive_scale
@@ -25,12 +24,6 @@ DOWN = {  # a matrix of a local expert
     "deepseek_v4": "model.layers.1.ffn.experts.2.w2",
     "nemotron_h": "backbone.layers.1.mixer.experts.2.down_proj",
 }
-
-
-def packed(case, target, format, config=None):
-    """(folder, MoE layer) of a case with its experts in a packed format."""
-    *_, layer, folders = saved(case)
-    return pack(folders["original"], target, format, config), layer
 
 
 class TestPacked:
@@ -53,7 +46,7 @@ class TestPacked:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
     def test_scales_of_blocks_in_other_dtypes(self, tmp_path, dtype):
         """Qwen publishes bf16 and float16 ones."""
-        folder, layer = packed("qwen3_moe", tmp_path / "f32", "fp8_block")
+        folder, _, layer = packed(tmp_path, "fp8_block")
         scales = {name: t.to(dtype) for name, t in load_file(folder / SINGLE).items() if name.endswith("_scale_inv")}
         known = load_layer(edit(folder, tmp_path / "known", {name: t.float() for name, t in scales.items()}), layer)
         found = load_layer(edit(folder, tmp_path / "other", scales), layer)
@@ -77,12 +70,12 @@ class TestPacked:
             equal(matrix.scales, expected.scales[4:])
 
     def test_scalars_of_one_entry(self, tmp_path):
-        folder, layer = packed("qwen3_moe", tmp_path / "a", "nvfp4")
+        folder, _, layer = packed(tmp_path, "nvfp4")
         vectors = edit(folder, tmp_path / "b", lambda h: {k: v[None] if v.dim() == 0 else v for k, v in h.items()})
         equal(load_layer(vectors, layer).experts.down.global_scale, load_layer(folder, layer).experts.down.global_scale)
 
     def test_weight_only_has_no_input_scale(self, tmp_path):
-        folder, layer = packed("qwen3_moe", tmp_path / "a", "nvfp4")
+        folder, _, layer = packed(tmp_path, "nvfp4")
         bare = edit(folder, tmp_path / "b", lambda h: {k: v for k, v in h.items() if not k.endswith("input_scale")})
         assert load_layer(bare, layer).experts.gate_up.input_scale is None
 
@@ -113,14 +106,14 @@ def test_llama_4_in_fp8_by_channel(tmp_path, apart):
     for rank in range(2):
         found, known = (load_layer(tmp_path / path, layer, ParallelConfig(2), rank) for path in ("packed", "plain"))
         assert found.config.weight_format == "fp8_channel"
-        for name, parts in (("gate_up", 2), ("down", 1)):
-            assert torch.equal(decode_matrix(getattr(found.experts, name), parts), getattr(known.experts, name).data)
+        same_numbers(found, known)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_shared_expert_has_the_models_dtype(tmp_path, dtype):
     """Packed matrices, and a gate that is stored in float32."""
-    shared = load_layer(*packed("qwen3_5_moe_text", tmp_path, "fp8_tensor", {"dtype": dtype})).shared
+    folder, _, layer = packed(tmp_path, "fp8_tensor", {"dtype": dtype}, "qwen3_5_moe_text")
+    shared = load_layer(folder, layer).shared
     assert {tensor.dtype for tensor in vars(shared).values()} == {getattr(torch, dtype)}
 
 
@@ -157,24 +150,17 @@ class TestQuantizationConfig:
             ("nvfp4", {"model.layers.1.mlp": {"quant_algo": "NVFP4"}, "model.layers.1": {"quant_algo": "FP8"}}),
             ("nvfp4", {f"model.layers.1.mlp.experts.{matrix}_proj": {"quant_algo": "NVFP4"} for matrix in FUSED}),
             ("fp8_block", {"model.layers.1.mlp.experts": {"quant_algo": "FP8_PB_WO", "group_size": 128}}),
-            (
-                "fp8_tensor",
-                {
-                    f"model.layers.1.mlp.experts.{expert}.{linear}_proj": {"quant_algo": "FP8"}
-                    for expert in range(8)
-                    for linear in ("gate", "up", "down")
-                },
-            ),
+            ("fp8_tensor", {name: {"quant_algo": "FP8"} for name in EACH}),
         ],
         ids=["by module", "by a module around it", "by fused matrices", "by blocks", "by linear"],
     )
     def test_mixed_precision(self, tmp_path, format, layers):
         quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-        packed_layer = packed("qwen3_moe", tmp_path / "packed", format, {"quantization_config": quant})
-        assert load_layer(*packed_layer).config.weight_format == format
+        folder, _, layer = packed(tmp_path, format, {"quantization_config": quant})
+        assert load_layer(folder, layer).config.weight_format == format
 
     def test_hf_quant_config_alone(self, tmp_path):
-        folder, layer = packed("qwen3_moe", tmp_path / "a", "nvfp4")
+        folder, _, layer = packed(tmp_path, "nvfp4")
         folder = edit(folder, tmp_path / "b", drop=("quantization_config",))
         (folder / QUANT_CONFIG).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
         assert load_layer(folder, layer).config.weight_format == "nvfp4"
@@ -185,7 +171,7 @@ class TestQuantizationConfig:
         assert refuses(words, tmp_path, "qwen3_moe", config=config) is CheckpointError
 
     def test_packed_tensors_that_the_config_calls_plain(self, tmp_path):
-        folder, layer = packed("qwen3_moe", tmp_path / "a", "fp8_block")
+        folder, _, layer = packed(tmp_path, "fp8_block")
         folder = edit(folder, tmp_path / "b", drop=("quantization_config",))
         with pytest.raises(CheckpointError, match="has dtype F8_E4M3: expected BF16"):
             load_layer(folder, layer)
@@ -215,7 +201,7 @@ class TestScales:
     @pytest.mark.parametrize(("case", "format", "suffix", "value"), BAD_SCALES)
     def test_a_bad_scale_of_one_expert_is_named(self, tmp_path, case, format, suffix, value):
         """The error names file, tensor and value. None: the tensor is missing."""
-        folder, layer = packed(case, tmp_path / "good", format)
+        folder, _, layer = packed(tmp_path, format, case=case)
         name = f"{DOWN[case]}.{suffix}"
         tensor = load_file(folder / SINGLE)[name]
         load_layer(folder, layer)
@@ -279,7 +265,7 @@ def test_a_last_group_that_is_shorter_is_refused(tmp_path, dialect):
     ],
 )
 def test_a_shared_expert_without_its_scale_says_which(tmp_path, format, suffix, said):
-    folder, layer = packed("deepseek_v3", tmp_path / "packed", format)
+    folder, _, layer = packed(tmp_path, format, case="deepseek_v3")
     name = f"model.layers.{layer}.mlp.shared_experts.down_proj.{suffix}"
     with pytest.raises(CheckpointError, match=said):
         load_layer(edit(folder, tmp_path / "bad", drop=(name,)), layer)

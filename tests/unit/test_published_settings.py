@@ -11,20 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases.model_cases import refuses, saved
-from support.cases.packed_checkpoints import QUANT, edit, pack
+from support.cases.model_cases import packed, refuses, same_numbers
+from support.cases.packed_checkpoints import EACH, PREFIX, QUANT, edit
 from support.cases.packed_int4 import GROUP, compressed
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
-from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
 from eprt.models.checkpoint import QUANT_CONFIG, read_config
 from eprt.models.gpt_oss import GptOss
 from eprt.models.schemes import Scheme, scheme_of
 
-PREFIX = "model.layers.1.mlp.experts"
-NAMES = [f"{PREFIX}.{expert}.{name}_proj" for expert in range(8) for name in ("gate", "up", "down")]
 NVFP4, FP8, ROUND = QUANT["nvfp4"], QUANT["fp8_block"], QUANT["auto_round"]
 
 
@@ -37,30 +34,24 @@ def of_layer(quant: dict[str, Any], layer: int = 1) -> Scheme:
 # ---- what is left out -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "quant",
-    [
-        *(FP8 | {"ignored_layers": names} for names in (NAMES, [PREFIX], ["model.layers.1"])),
-        FP8 | {"ignored_layers": [PREFIX], "modules_to_not_convert": ["lm_head"]},
-        *(NVFP4 | {"ignore": [name]} for name in ("model.layers.1", "model.layers.1.mlp", "layers.1.mlp.experts")),
-        NVFP4 | {"exclude_modules": ["lm_head", PREFIX]},
-        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
-        ROUND | {"extra_config": {name: {"bits": 16, "data_type": "float"} for name in NAMES}},
-        ROUND | {"extra_config": {name.removeprefix("model."): {"bits": 16} for name in NAMES}},
-        ROUND | {"extra_config": {r"layers\.1\.mlp\.experts.*": {"bits": 16}}},
-        ROUND | {"block_name_to_quantize": "model.layers.0,model.visual.blocks"},
-        ROUND | {"block_name_to_quantize": ["model.layers.0"]},
-    ],
-)  # fmt: skip
-def test_experts_that_are_left_out_by_other_words(tmp_path, quant):
-    *_, layer, folders = saved("qwen3_moe")
-    folder = edit(folders["original"], tmp_path, config={"quantization_config": quant})
-    assert load_layer(folder, layer).config.weight_format == "bf16"
+LEFT_OUT = [
+    *(FP8 | {"ignored_layers": names} for names in (EACH, [PREFIX], ["model.layers.1"])),
+    FP8 | {"ignored_layers": [PREFIX], "modules_to_not_convert": ["lm_head"]},
+    *(NVFP4 | {"ignore": [name]} for name in ("model.layers.1", "model.layers.1.mlp", "layers.1.mlp.experts")),
+    NVFP4 | {"exclude_modules": ["lm_head", PREFIX]},
+    {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ROUND | {"extra_config": {name: {"bits": 16, "data_type": "float"} for name in EACH}},
+    ROUND | {"extra_config": {name.removeprefix("model."): {"bits": 16} for name in EACH}},
+    ROUND | {"extra_config": {r"layers\.1\.mlp\.experts.*": {"bits": 16}}},
+    ROUND | {"block_name_to_quantize": "model.layers.0,model.visual.blocks"},
+    ROUND | {"block_name_to_quantize": ["model.layers.0"]},
+]
 
 
 @pytest.mark.parametrize(
     ("quant", "format"),
     [
+        *((quant, "bf16") for quant in LEFT_OUT),
         (FP8 | {"ignored_layers": ["lm_head", "model.layers.1.mlp.gate", "gate"]}, "fp8_block"),
         (FP8 | {"ignored_layers": ["model.layers.11", "model.layers.1.mlp.gate_proj"]}, "fp8_block"),
         (NVFP4 | {"ignore": ["model.layers.11", "model.layers.1.mlp.gate", "lm_head", "mtp.layers.1*"]}, "nvfp4"),
@@ -68,7 +59,7 @@ def test_experts_that_are_left_out_by_other_words(tmp_path, quant):
         (ROUND | {"block_name_to_quantize": None, "packing_format": None}, "int4"),
     ],
 )
-def test_experts_that_are_not_left_out(quant, format):
+def test_experts_that_other_words_leave_out_or_do_not(quant, format):
     assert of_layer(quant).format == format
 
 
@@ -123,12 +114,10 @@ def test_block_structure_as_text(said):
 )
 def test_experts_and_a_shared_one(tmp_path, packer, format, rank):
     """compressed-tensors' MXFP4, as Kimi-K3 is published, and ModelOpt's FP8 by blocks and by rows."""
-    *_, layer, folders = saved("deepseek_v3")
-    folder = pack(folders["original"], tmp_path / "packed", packer, plain=tmp_path / "plain")
-    found, known = (load_layer(path, layer, ParallelConfig(2), rank) for path in (folder, tmp_path / "plain"))
+    folder, plain, layer = packed(tmp_path, packer, case="deepseek_v3")
+    found, known = (load_layer(path, layer, ParallelConfig(2), rank) for path in (folder, plain))
     assert found.config.weight_format == format
-    for name, parts in (("gate_up", 2), ("down", 1)):
-        assert torch.equal(decode_matrix(getattr(found.experts, name), parts), getattr(known.experts, name).data)
+    same_numbers(found, known)
     assert found.shared is not None
     assert known.shared is not None
     assert torch.equal(found.shared.up, known.shared.up.bfloat16())
@@ -149,8 +138,7 @@ def test_mx_formats_that_are_none(format, weights, text):
 
 def test_compression_config_is_what_its_authors_once_called_it(tmp_path):
     """Until llm-compressor 0.1, and read by vLLM where there is no other."""
-    *_, layer, folders = saved("qwen3_moe")
-    folder = pack(folders["original"], tmp_path / "a", "pack_quantized")
+    folder, _, layer = packed(tmp_path, "pack_quantized")
     config = {"compression_config": QUANT["pack_quantized"]}
     older = edit(folder, tmp_path / "b", config=config, drop=("quantization_config",))
     assert load_layer(older, layer).config.weight_format == "int4"
@@ -167,19 +155,15 @@ def test_compression_config_is_what_its_authors_once_called_it(tmp_path):
     [
         ("gptq", {}),
         ("gptq", {"packing_format": None, "backend": "auto"}),
-        ("gptq", {"bits": 8, "extra_config": {name: {"bits": 4} for name in NAMES}}),
+        ("gptq", {"bits": 8, "extra_config": {name: {"bits": 4} for name in EACH}}),
         ("gptq", {"group_size": 128, "extra_config": {rf"{PREFIX}.*": {"group_size": GROUP}}}),
         ("awq", {"packing_format": "auto_round:auto_awq", "sym": False}),
     ],
 )
 def test_what_auto_round_packed(tmp_path, dialect, change, rank):
     """As GPTQ's first version or AWQ's `gemm` do."""
-    *_, layer, folders = saved("qwen3_moe")
-    config, plain = {"quantization_config": ROUND | change}, tmp_path / "plain"
-    folder = pack(folders["original"], tmp_path / "packed", dialect, config, plain=plain)
-    found, known = (load_layer(path, layer, ParallelConfig(2), rank).experts for path in (folder, plain))
-    for name, parts in (("gate_up", 2), ("down", 1)):
-        assert torch.equal(decode_matrix(getattr(found, name), parts), getattr(known, name).data)
+    folder, plain, layer = packed(tmp_path, dialect, {"quantization_config": ROUND | change})
+    same_numbers(*(load_layer(path, layer, ParallelConfig(2), rank) for path in (folder, plain)))
 
 
 @pytest.mark.parametrize(

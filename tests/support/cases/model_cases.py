@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from eprt.errors import EprtError
-from eprt.models import load_layer
+from eprt.experts.reference import decode_matrix
+from eprt.models import LayerParts, load_layer
 from eprt.placement import ExpertShard
 from support.cases import model_recipes
 from support.cases.model_recipes import BLOCKS, RECIPES, VARIANTS, known, scratch
-from support.cases.packed_checkpoints import edit
+from support.cases.packed_checkpoints import edit, pack
 
 # case -> its recipe; the MoE layer that is compared is the recipe's
 MODELS = {name: recipe for name, recipe in (RECIPES | VARIANTS).items() if known(recipe)}
@@ -83,6 +84,20 @@ def equal(found, expected) -> None:
     if found is not None and expected is not None:
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def same_numbers(found: LayerParts, known: LayerParts, rtol: float = 0.0) -> None:
+    """Asserts that packed experts stand for the numbers of plain ones."""
+    for name, parts in (("gate_up", found.config.activation.parts), ("down", 1)):
+        values = decode_matrix(getattr(found.experts, name), parts)
+        torch.testing.assert_close(values, getattr(known.experts, name).data, rtol=rtol, atol=0)
+
+
+def packed(target: Path, dialect: str, config=None, case: str = "qwen3_moe", shared: str | None = None):
+    """(folder, the same experts in float32, MoE layer) of a model whose 96 columns are three groups."""
+    *_, layer, folders = saved(case)
+    plain = target / "plain"
+    return pack(folders["original"], target / "packed", dialect, config, shared, plain), plain, layer
 
 
 def refuses(words: str, target: Path, case: str, tensors=None, config=None, drop=(), stored="original"):

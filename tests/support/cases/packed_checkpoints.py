@@ -139,6 +139,15 @@ QUANT = {
     **packed_int4.QUANT,
 }
 
+PREFIX = "model.layers.1.mlp.experts"  # of qwen3_moe's and deepseek_v3's
+EACH = [f"{PREFIX}.{expert}.{name}_proj" for expert in range(8) for name in ("gate", "up", "down")]
+
+
+def mixed(algorithms: dict[str, str]) -> dict[str, object]:
+    """ModelOpt's settings of a model whose modules have an algorithm each, by their names."""
+    layers = {name: {"quant_algo": algorithm} for name, algorithm in algorithms.items()}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 
