@@ -127,23 +127,15 @@ def test_layer_cuts_what_is_over_its_capacity(pools, size, attention_tp_size, mo
 def test_layer_under_tensor_parallelism(
     pools, size, attention_tp_size, moe_tp_size, executor, dispatcher, token_format
 ):
+    tp = {"attention_tp_size": attention_tp_size, "moe_tp_size": moe_tp_size}
+    dtypes = {"silu_f32": "f32", "gpt_oss": "bf16", "relu2_bf16": "bf16"}
+    if moe_tp_size == 4:  # I = 64 in four parts would split MXFP4's blocks of 32
+        del dtypes["gpt_oss"]
     checks = [
-        Check(
-            "layer",
-            case,
-            dispatcher,
-            token_format,
-            executor,
-            config,
-            dtype="f32" if config == "silu_f32" else "bf16",
-            attention_tp_size=attention_tp_size,
-            moe_tp_size=moe_tp_size,
-        )
-        for config in ("silu_f32", "gpt_oss", "relu2_bf16")
+        Check("layer", case, dispatcher, token_format, executor, config, dtype=dtype, **tp)
+        for config, dtype in dtypes.items()
         for case in CASES[::3]
     ]
-    if moe_tp_size == 4:  # I = 64 in four parts would split MXFP4's blocks of 32
-        checks = [check for check in checks if check.config != "gpt_oss"]
     run(pools, size, checks)
 
 

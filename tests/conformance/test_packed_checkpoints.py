@@ -41,12 +41,6 @@ def test_layer_from_a_modelopt_checkpoint(pools, tmp_path, name, algorithm):
         assert errors(swapped, ranks)[0] > 5 * BOUND
 
 
-@pytest.mark.parametrize("dialect", ["gptq_act_order", "pack_quantized_act_order"])
-def test_columns_in_activation_order(pools, tmp_path, dialect):
-    written = write(tmp_path, "qwen3_moe", dialect)
-    assert all(errors(written, ranks)[0] <= BOUND for ranks in by_pairs(pools(2), tmp_path, written))
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_tokens_meet_packed_weights(pools, tmp_path, name):
     """NVFP4 weights at EP4, one rank idle: as tests/gpu/test_checkpoints.py runs them."""

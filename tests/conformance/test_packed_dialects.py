@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases import tiny_families
-from support.cases.model_cases import saved
-from support.cases.packed_checkpoints import PACK, QUANT, edit, pack
+from support.cases.model_cases import packed, saved
+from support.cases.packed_checkpoints import PACK, QUANT, edit
 from support.jobs.integration_jobs import IDS, logits_from_files
 
 from eprt.cli import main, run
@@ -23,26 +23,20 @@ from eprt.models.checkpoint import QUANT_CONFIG, SINGLE
 from eprt.world import World
 
 SHORT = ("pack_quantized", "gptq_act_order", "awq", "float_channel")
+QUERY = "model.layers.0.self_attn.q_proj"
 DIALECTS = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in QUANT if name in PACK]
-
-
-def written(folder: Path, dialect: str, dtype: str = "bfloat16") -> tuple[Path, Path]:
-    """The packed model, and the same with its numbers in float32."""
-    *_, folders = saved("qwen3_moe")
-    plain = folder / "plain"
-    return pack(folders["original"], folder / "packed", dialect, {"dtype": dtype}, plain=plain), plain
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_eprt_run(tmp_path: Path, dialect: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The verdict is the oracle's, which is given the plain numbers; and other ones, which it has to see."""
-    packed, plain = written(tmp_path, dialect)
-    words = ["run", "--model", str(packed), "--device", "cpu", "--world", "2", "--steps", "3", "--json"]
+    folder, plain, layer = packed(tmp_path, dialect, {"dtype": "bfloat16"})
+    words = ["run", "--model", str(folder), "--device", "cpu", "--world", "2", "--steps", "3", "--json"]
     monkeypatch.setattr(run, "load_layer", lambda _, layer: load_layer(plain, layer))
     assert main(words) == 0
     result = json.loads(capsys.readouterr().out)
     assert 0 < result["error"] <= result["tolerance"] == 1e-2
-    known = load_layer(plain, 1)
+    known = load_layer(plain, layer)
     rolled = replace(known.experts, gate_up=known.experts.gate_up.map(lambda tensor: tensor.roll(1, dims=0)))
     monkeypatch.setattr(run, "load_layer", lambda *_: replace(known, experts=rolled))
     assert main(words[:-1]) == 1
@@ -53,10 +47,10 @@ def test_eprt_run(tmp_path: Path, dialect: str, monkeypatch: pytest.MonkeyPatch,
 def test_parallelize(pools, tmp_path: Path, dialect: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    packed, plain = written(tmp_path, dialect, "float32")
+    folder, plain, _ = packed(tmp_path, dialect, {"dtype": "float32"})
     with torch.no_grad():
         want = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(IDS).logits
-    for found in pools(2).run(logits_from_files, folder=str(packed)):
+    for found in pools(2).run(logits_from_files, folder=str(folder)):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
 
 
@@ -65,21 +59,17 @@ def test_packed_attention_that_transformers_does_not_read(tmp_path: Path, older:
     """It would take ModelOpt's codes without their scales."""
     from eprt.integrations.transformers import load_without_experts
 
-    *_, folders = saved("qwen3_moe")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    packed = pack(folders["original"], tmp_path / "experts", "fp8_tensor")
+    name = f"{QUERY}.weight"
+    folder, *_ = packed(tmp_path, "fp8_tensor")
     drop = ("quantization_config",) if older else ()
-    edit(packed, tmp_path / "all", lambda held: held | {name: held[name].to(torch.float8_e4m3fn)}, drop=drop)
+    edit(folder, tmp_path / "all", lambda held: held | {name: held[name].to(torch.float8_e4m3fn)}, drop=drop)
     if older:
         (tmp_path / "all" / QUANT_CONFIG).write_text('{"quantization": {"quant_algo": "FP8"}}')
-    load_without_experts(packed)
+    load_without_experts(folder)
     with pytest.raises(
         ConfigError, match="outside of the experts are packed by 'modelopt', which transformers doesn't"
     ):
         load_without_experts(tmp_path / "all")
-
-
-QUERY = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
