@@ -311,7 +311,7 @@ def stored_as(scheme: Scheme) -> Stored:
 _STATIC_INPUT = Claim(
     "input_scale", _FLOATS, lambda rows, cols: (1,), lambda scale, where, _: positive_scale(scale, where), optional=True
 )
-_COMPRESSED: dict[WeightFormat, Stored] = {
+_COMPRESSED: dict[WeightFormat, Stored] = FORMATS | {
     "nvfp4": Stored(
         Nvfp4,
         (
@@ -330,7 +330,6 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
         ),
     ),
     "fp8_channel": replace(FORMATS["fp8_channel"], claims=(_STATIC_INPUT,)),
-    "fp8_block": FORMATS["fp8_block"],
     "mxfp4": Stored(
         Mxfp4,
         (
@@ -338,7 +337,6 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
             Field("scales", ("weight_scale",), _E8M0, cols=MX_BLOCK, accept=E2M1_BYTES),
         ),
     ),
-    "mxfp8": FORMATS["mxfp8"],
 }
 
 
