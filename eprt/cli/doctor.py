@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,7 @@ class FaultReport:
 
     Attributes:
         device, world: of the trials' ranks.
+        results: of all trials so far.
     """
 
     def __init__(self, asked: Sequence[Trial], jobs: int, output: Path | None) -> None:
@@ -150,11 +151,7 @@ class FaultReport:
         self.device, self.world = asked[0].device, asked[0].world
         self._facts = {"timeout_s": asked[0].timeout_s, "slack_s": SLACK_S, "jobs": jobs, "cells": len(asked)}
         self._earlier: list[dict[str, Any]] = []
-        self._found: list[tuple[int, Result]] = []  # beside the number of its run
-
-    @property
-    def results(self) -> list[Result]:
-        return [result for _, result in self._found]
+        self.results: list[Result] = []
 
     def resume(self) -> None:
         """Takes over what the file has. Trials that didn't take place are to be run again.
@@ -167,15 +164,15 @@ class FaultReport:
             return
         try:
             earlier = json.loads(path.read_text())
-            runs, found = earlier["runs"], [(row["run"], Result.of_row(row)) for row in earlier["rows"]]
+            runs, found = earlier["runs"], [Result.of_row(row) for row in earlier["rows"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"--resume: {path} is no result of `eprt doctor --faults` ({error})") from error
         here = _where(self._asked[0], provenance()["machine"])
-        for there in {_where(result.trial, runs[run]["machine"]) for run, result in found}:
+        for there in {_where(result.trial, runs[result.run]["machine"]) for result in found}:
             if there != here:
                 raise ConfigError(f"--resume: {path} is of {there}, these are {here}: give another --output")
         self._earlier = runs
-        self._found = [(run, result) for run, result in found if not result.failed or result.leftovers]
+        self.results = [result for result in found if not result.failed or result.leftovers]
 
     def left(self) -> list[Trial]:
         """Returns the cells that no run has done yet."""
@@ -189,10 +186,10 @@ class FaultReport:
 
     def forget(self, again: Sequence[Trial]) -> None:
         """Leaves out what earlier runs found in these trials, which are run again."""
-        self._found = [(run, result) for run, result in self._found if result.trial not in again]
+        self.results = [result for result in self.results if result.trial not in again]
 
     def add(self, result: Result) -> None:
-        self._found.append((len(self._earlier), result))
+        self.results.append(replace(result, run=len(self._earlier)))
         self.write()
 
     def notes(self) -> list[str]:
@@ -202,14 +199,14 @@ class FaultReport:
         return [f"partial: {ran} of {len(self._asked)} cells ran; --resume runs the others"] if left else []
 
     def rows(self) -> list[dict[str, Any]]:
-        return [{**result.as_row(), "run": run} for run, result in self._found]
+        return [result.as_row() for result in self.results]
 
     def write(self) -> None:
         """Writes the file, unless there is no result yet: an earlier file stays."""
-        if self._output is None or not self._found:
+        if self._output is None or not self.results:
             return
         runs = self._earlier
-        if any(run == len(runs) for run, _ in self._found):
+        if any(result.run == len(runs) for result in self.results):
             runs = [*runs, {**provenance(), "command": this_command(), "jobs": self._facts["jobs"]}]
         facts = {**self._facts, "ran": len(self._asked) - len(self.left())}
         Report("faults", self.rows(), facts, self.notes(), runs=runs).write(self._output)

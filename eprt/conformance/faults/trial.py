@@ -15,6 +15,7 @@ from eprt.conformance.faults.job import NoNumbers, WrongOutput, ready, run
 from eprt.conformance.faults.matrix import CUT, Trial
 from eprt.errors import RankLost
 from eprt.ranks.launcher import RankReport, WorldFailed, WorldPool
+from eprt.ranks.process import Raised
 from eprt.ranks.scratch import Scratch
 from eprt.world.guard import LAST_WORDS
 
@@ -42,6 +43,7 @@ class Result:
         leftovers: processes, folders and shared memory that outlived the trial.
         failed: why the trial didn't take place, or how ranks ended where nothing was to break; "" if all was well.
         again: why it didn't take place at first, if it was started twice.
+        run: the number of the run that found it, of those that fill one report.
     """
 
     trial: Trial
@@ -54,6 +56,7 @@ class Result:
     leftovers: tuple[str, ...] = ()
     failed: str = ""
     again: str = ""
+    run: int = 0
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Result:
@@ -154,10 +157,10 @@ def _heard(trial: Trial, reports: Sequence[RankReport], diaries: Sequence[dict[s
     if trial.fault == CUT and trial.then == "restart":
         found = [_of_who_ended_first(trial, verdict, said) for verdict in found]
     whole = len(found) == len(heard) > 0
-    words = tuple(sorted({verdict.words for verdict in found}))
+    words = tuple(sorted({verdict.message for verdict in found}))
     sides = 2 if trial.fault == CUT else 1
     resumed = [d["resumed_at"] for rank, d in enumerate(diaries) if rank != trial.rank and "resumed_at" in d]
-    same = whole and len(words) <= sides and all(verdict.names(trial) for verdict in found)
+    same = whole and len(words) <= sides and all(_names_victim(trial, verdict) for verdict in found)
     return {
         "seconds": max(verdict.at for verdict in found) - at if whole else None,
         "resumed": max(resumed) - at if len(resumed) == len(diaries) - 1 else None,
@@ -167,25 +170,15 @@ def _heard(trial: Trial, reports: Sequence[RankReport], diaries: Sequence[dict[s
     }
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """One survivor's error, and the rank it names: None where the guard ended the process with a line in its log."""
-
-    error: str
-    words: str
-    at: float
-    rank: int | None
-    why: str
-
-    def names(self, trial: Trial) -> bool:
-        if trial.why == "mismatch":
-            return self.error == "WorldMismatch"
-        if self.rank is None:
-            return f"rank {trial.rank} {trial.why}" in self.words
-        return (self.error, self.rank, self.why) == ("RankLost", trial.victims[0], trial.why)
+def _names_victim(trial: Trial, verdict: Raised) -> bool:
+    if trial.why == "mismatch":
+        return verdict.error == "WorldMismatch"
+    if verdict.lost_rank is None:  # the guard ended the process with a line in its log
+        return f"rank {trial.rank} {trial.why}" in verdict.message
+    return (verdict.error, verdict.lost_rank, verdict.why) == ("RankLost", trial.victims[0], trial.why)
 
 
-def _of_who_ended_first(trial: Trial, verdict: _Verdict, said: dict[int, _Verdict | None]) -> _Verdict:
+def _of_who_ended_first(trial: Trial, verdict: Raised, said: dict[int, Raised | None]) -> Raised:
     """Takes "exited" for "silent" where a rank that was cut off had said before that it is: it may end on that before
     the others' limit, and on one host they see its process end."""
     own = [one for rank in trial.victims if (one := said.get(rank)) is not None]
@@ -193,16 +186,16 @@ def _of_who_ended_first(trial: Trial, verdict: _Verdict, said: dict[int, _Verdic
     return replace(verdict, why=trial.why) if knew and verdict.why == "exited" else verdict
 
 
-def _verdict_of(report: RankReport, diary: dict[str, Any]) -> _Verdict | None:
+def _verdict_of(report: RankReport, diary: dict[str, Any]) -> Raised | None:
+    """Returns the error that a survivor caught, raised, or had the guard write into its log."""
     if "words" in diary:
         rank = diary["ranks"][0] if diary["ranks"] else -1
-        return _Verdict("RankLost", diary["words"], diary["verdict_at"], rank, diary["why"])
-    raised = report.raised
-    if raised is not None:
-        return _Verdict(raised.error, raised.message, raised.at, raised.lost_rank, raised.why)
+        return Raised("RankLost", diary["words"], "", diary["verdict_at"], rank, diary["why"])
+    if report.raised is not None:
+        return report.raised
     _, said, words = report.log_tail.partition(LAST_WORDS)
     if report.exit_code == RankLost.exit_code and said and report.ended_at is not None:
-        return _Verdict("RankLost", words.strip(), report.ended_at, None, "")
+        return Raised("RankLost", words.strip(), "", report.ended_at)
     return None
 
 
