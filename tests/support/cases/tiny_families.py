@@ -109,7 +109,7 @@ def model_class(folder: str) -> type[Any]:
         return transformers.Llama4ForCausalLM  # Llama4ForConditionalGeneration can't call its own text model there
     module = next(iter(modules(folder)))
     classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
-    for ending in ("ForConditionalGeneration", "ForCausalLM", "ForBlockDiffusion", "ForTokenClassification"):
+    for ending in ("ForConditionalGeneration", "ForCausalLM", "ForTokenClassification"):
         found = [c for c in classes if c.__name__.endswith(ending) and getattr(c, "config_class", None) is not None]
         if found:
             return found[-1]
@@ -134,7 +134,6 @@ HEADS = {
     "inkling": "InklingForCausalLM",  # its image encoder needs scipy
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
-_GEMMA = {"num_experts": NUM_EXPERTS, "top_k_experts": TOP_K, "moe_intermediate_size": 48}
 _DEEPSEEK = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": TOP_K}
 # Folders that eprt doesn't spread, and why.
 REASONS = {
@@ -146,20 +145,14 @@ REASONS = {
 }
 # Of the text model, or of the part that the dotted name says: what is off by default, and sizes that hang together.
 FIELDS: dict[str, dict[str, Any]] = {
-    "dbrx": {
-        "attn_config.clip_qkv": 8.0,
-        "ffn_config.moe_num_experts": NUM_EXPERTS,
-        "ffn_config.moe_top_k": TOP_K,
-        "attn_config.rope_theta": 1e4,
-    },
     "deepseek_ocr2": {"num_experts_per_tok": TOP_K, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v2": _DEEPSEEK | {"first_k_dense_replace": 1},
-    "diffusion_gemma": _GEMMA,
     "dots1": _DEEPSEEK,
     "dots3_note": {"audio_config.adapter_input_size": 64},
     "ernie4_5_vl_moe": {"moe_intermediate_size": [48, 16], "head_dim": 128},
     "flint": {"mlp_only_layers": [0]},
-    "gemma4": _GEMMA | {"enable_moe_block": True},
+    "gemma4": {"enable_moe_block": True, "num_experts": NUM_EXPERTS, "top_k_experts": TOP_K}
+    | {"moe_intermediate_size": 48},
     "glm4v_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": NUM_EXPERTS, "moe_topk": TOP_K, "head_dim": 16},
@@ -182,7 +175,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
     | {"indexer_compress_ratio": 4},
     "step3p7": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "switch_transformers": {"decoder_start_token_id": 0},
 }
 
 
