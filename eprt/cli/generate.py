@@ -35,7 +35,7 @@ from eprt.config import MAX_TOKENS, require_size
 from eprt.errors import CheckpointError, ConfigError, InputError, one_block
 from eprt.json_files import shown
 from eprt.models import family_for, has_family
-from eprt.models.checkpoint import Checkpoint, hash63
+from eprt.models.checkpoint import Checkpoint, hash63, read_config
 from eprt.models.hf_config import HfConfig, boolean, flatten, integer, real
 from eprt.support import Requirement
 from eprt.world.groups import joins_torchrun
@@ -242,8 +242,7 @@ class _Run:
 
     def _load(self, directory: Path) -> None:
         arguments, workers, started = self.arguments, self.workers, time.perf_counter()
-        with Checkpoint(directory) as source:
-            config = source.config
+        config = read_config(directory)
         if has_family(config):
             count = len(family_for(config).moe_layers(config))
         else:  # only transformers knows which of them have experts

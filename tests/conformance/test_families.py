@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cases import tiny_families
+from support.cases.broken_files import change_config
 from support.cases.model_recipes import scratch
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
@@ -101,9 +102,8 @@ def test_kimi_k2_runs_by_the_code_of_deepseek_v3(tmp_path: Path) -> None:
 
     model = tiny_families.tiny_model("deepseek_v3")
     model.save_pretrained(tmp_path)
-    held = json.loads((tmp_path / "config.json").read_text())
-    own = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
-    (tmp_path / "config.json").write_text(json.dumps(held | own))
+    own_code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    change_config(tmp_path, model_type="kimi_k2", auto_map=own_code)
     with World.from_env("cpu") as world, torch.no_grad():
         ours = load_without_experts(tmp_path, dtype=torch.float32).eval()
         parallelize(ours, world)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from eprt.world.process import ended
+
 
 def environment(**changes: str) -> dict[str, str]:
     """That of a process on the CPU which no launcher started, with these changes."""
@@ -61,18 +63,10 @@ def working_in(folder: Path) -> list[int]:
 def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        running = [pid for pid in pids if Path(f"/proc/{pid}").exists() and state(pid) not in "ZX"]
-        if not running:
+        if not (running := [pid for pid in pids if not ended(pid)]):
             return
         time.sleep(0.05)
     raise AssertionError(f"processes {running} are still there")
-
-
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 def command(pid: int) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.builders import NOTHING
+from support.cases.broken_files import set_number
 from support.jobs import checkpoint_jobs as jobs
 
 from eprt.config import ParallelConfig
@@ -274,13 +275,6 @@ def one_file_a_tensor(directory, num_local, page=4096):
     return cuts
 
 
-def spoil_expert_7(directory):
-    path = next(path for path in directory.glob("*.safetensors") if SCALES in load_file(path))
-    tensors = load_file(path)
-    tensors[SCALES][7, 3, 1] = 255
-    save_file(tensors, path)
-
-
 class TestOnlyLocalBytes:
     @pytest.mark.parametrize(("world", "moe_tp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
     def test_each_byte_of_the_experts_is_read_by_one_rank(self, tiny, world, moe_tp):
@@ -329,7 +323,7 @@ class TestAllRanks:
         other = write_tiny_checkpoint(tmp_path / "other", seed=1)
         broken, spoilt = (shutil.copytree(good, tmp_path / name) for name in ("broken", "spoilt"))
         (broken / "model-00002-of-00003.safetensors").unlink()
-        spoil_expert_7(spoilt)
+        set_number(spoilt, SCALES, (7, 3, 1), 255)  # of expert 7
         for folders, error, *words in (
             ((good, good), "loaded"),
             ((good, broken), "CheckpointError", "model-00002-of-00003.safetensors"),  # one rank's missing file

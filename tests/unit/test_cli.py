@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import interpreters
+from support.cases.broken_files import change_config
 from support.jobs import rank_jobs as jobs
 from support.processes import environment, wait_until_gone, working_in
 
@@ -28,7 +29,6 @@ from eprt.cli.arguments import Simulation
 from eprt.cli.parsing import COMMANDS, parse
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
-from eprt.models.checkpoint import CONFIG
 from eprt.ranks.launcher import WorldFailed, launch
 
 
@@ -72,9 +72,7 @@ def test_run_json_is_one_object_that_adds_up(tiny: Path, words: tuple[str, ...],
 def test_packed_experts_of_a_float32_model_are_held_to_what_computes_them(
     tiny, tmp_path, executor, tolerance, why, capsys
 ):
-    folder = shutil.copytree(tiny, tmp_path / "float32")
-    settings = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(settings | {"dtype": "float32"}))
+    folder = change_config(shutil.copytree(tiny, tmp_path / "float32"), dtype="float32")
     words = ("--world", "2", "--steps", "2", "--executor", executor, "--device", "cpu", "--json")
     assert main(["run", "--model", str(folder), *words]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cases.broken_files import LAYER, header_of, require_all_told, with_header
+from support.cases.broken_files import (
+    LAYER,
+    change_config,
+    header_of,
+    require_all_told,
+    set_number,
+    shard_of,
+    small_checkpoint,
+    with_header,
+)
 
-from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import MAX_DEPTH, parse_object
 from eprt.models import load_layer
@@ -22,17 +30,12 @@ from eprt.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_confi
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    return write_tiny_checkpoint(folder, num_layers=1, num_experts=4, top_k=2, hidden_size=32, intermediate_size=32)
+    return small_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture
 def folder(tiny: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny, tmp_path / "model")
-
-
-def shard_of(folder: Path) -> Path:
-    return next(path for path in sorted(folder.glob("*.safetensors")) if f"{LAYER}.router.weight" in load_file(path))
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 500), marks=pytest.mark.long)], ids=str)
@@ -69,7 +72,7 @@ HUGE = [10**400, float("nan"), float("inf"), "x" * 10**6, ["y" * 100] * 10**5]
     ids=lambda fields: str(fields)[:40],
 )
 def test_values_that_no_number_holds_or_that_contradict_each_other(folder: Path, fields: dict[str, object]) -> None:
-    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | fields))
+    change_config(folder, **fields)
     with pytest.raises((CheckpointError, ConfigError)) as caught:
         load_layer(folder, 0)
     assert str(folder / CONFIG) in str(caught.value)
@@ -118,9 +121,8 @@ def test_200_000_exclude_patterns() -> None:
 
 def test_a_name_twice_in_a_header_is_refused(folder: Path) -> None:
     """safetensors takes the last."""
-    path = shard_of(folder)
-    header, data = header_of(path)
     name = f"{LAYER}.router.weight"
+    header, data = header_of(path := shard_of(folder, name))
     with_header(path, json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}", data)
     with pytest.raises(CheckpointError, match=r"appears twice|duplicate"):
         load_layer(folder, 0)
@@ -131,12 +133,8 @@ def test_a_name_twice_in_a_header_is_refused(folder: Path) -> None:
     "name", ["router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"]
 )
 def test_numbers_that_are_none_are_found_with_their_place(folder: Path, name: str, value: float) -> None:
-    path = shard_of(folder)
-    tensors = load_file(path)
-    tensor = tensors[f"{LAYER}.{name}"]
-    place = [2] if tensor.dim() == 1 else [2, 5]
-    tensor[tuple(place)] = value
-    save_file(tensors, path)
+    place = [2] if name == "router.bias" else [2, 5]
+    path = set_number(folder, f"{LAYER}.{name}", place, value)
     with pytest.raises(CheckpointError) as caught:
         load_layer(folder, 0)
     assert f"{path}: tensor '{LAYER}.{name}' holds {value} at {place}" in str(caught.value)

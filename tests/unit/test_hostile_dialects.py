@@ -5,7 +5,6 @@ EPRT_FUZZ_CASES=2000 is the full number of checkpoints and of configs that are l
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases.broken_files import mutate, mutate_config, outcome, require_all_told
+from support.cases.broken_files import change_config, mutate, mutate_config, outcome, require_all_told
 from support.cases.model_recipes import RECIPES, make_model
 from support.cases.packed_checkpoints import pack
 from support.cases.packed_int4 import AWQ
@@ -85,9 +84,7 @@ def test_broken_checkpoints(plain: Path, tmp_path: Path, dialect: str, seeds: ra
 
 
 def test_a_width_that_cuts_a_word_names_the_file(plain: Path, tmp_path: Path) -> None:
-    folder = pack(plain, tmp_path / "whole", "awq")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 12}))
+    folder = change_config(pack(plain, tmp_path / "whole", "awq"), moe_intermediate_size=12)
     with pytest.raises(EprtError, match="12 rows or columns, by the config, are no multiple") as found:
         load_layer(folder, RECIPES["qwen3_moe"].layer)
     assert str(folder) in str(found.value)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cases import expert_cases as cases
+from support.cases.broken_files import LAYER, change_config, set_number, small_checkpoint
 
 from eprt.cli.terminal import Terminal, configure_logging
 from eprt.config import MAX_EXPERTS, MAX_WIDTH, MoEConfig, ParallelConfig, RuntimeConfig, SharedExpert
-from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError, ConfigError, EprtError, UnsupportedError
 from eprt.models import load_layer
 from eprt.models.checkpoint import CONFIG, SINGLE, Checkpoint
@@ -29,14 +29,7 @@ ESCAPE, FLOOD = "\x1b]0;mine\x07\x1b[31m", "x" * 100_211
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_tiny_checkpoint(
-        tmp_path / "model", num_layers=1, num_experts=4, top_k=2, hidden_size=32, intermediate_size=32
-    )
-
-
-def change(folder: Path, **fields: object) -> Path:
-    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | fields))
-    return folder
+    return small_checkpoint(tmp_path / "model")
 
 
 def grown_mb(call) -> float:
@@ -56,7 +49,7 @@ def test_sizes_of_a_config_have_limits(folder: Path, field: str, most: int, valu
         with pytest.raises(ConfigError, match=rf"{folder / CONFIG}: .* {value}: expected at most {most}"):
             load_layer(folder, 0)
 
-    change(folder, **{field: value})
+    change_config(folder, **{field: value})
     started = time.process_time()
     assert grown_mb(refused) < 100
     assert time.process_time() - started < 1
@@ -157,12 +150,7 @@ def test_e8m0_scales_end_where_their_largest_number_overflows(accept, largest: f
 
 
 def test_a_router_that_overflows_the_models_dtype_is_refused(folder: Path) -> None:
-    name = "model.layers.0.mlp.router.weight"
-    path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
-    tensors = load_file(path)
-    tensors[name] = tensors[name].float()
-    tensors[name][1, 2] = 3.4e38
-    save_file(tensors, path)
+    set_number(folder, f"{LAYER}.router.weight", (1, 2), 3.4e38, torch.float32)
     with pytest.raises(CheckpointError, match=r"as torch.bfloat16, holds inf at \[1, 2\]"):
         load_layer(folder, 0)
 
@@ -204,7 +192,7 @@ def test_a_message_neither_steers_nor_floods_a_terminal(kind: type[EprtError]) -
 
 def test_names_of_tensors_and_files_are_cut(folder: Path) -> None:
     path = next(iter(folder.glob("*.safetensors")))
-    name = f"model.layers.0.mlp.{ESCAPE}{FLOOD}"
+    name = f"{LAYER}.{ESCAPE}{FLOOD}"
     save_file(load_file(path) | {name: torch.zeros(1)}, path)
     index = next(folder.glob("*.index.json"))
     whole = json.loads(index.read_text())

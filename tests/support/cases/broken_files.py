@@ -13,10 +13,38 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
+
+from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import EprtError
 from eprt.models.checkpoint import CONFIG, INDEX
 
 LAYER = "model.layers.0.mlp"
+
+
+def small_checkpoint(folder: Path) -> Path:
+    """Writes a gpt-oss of one layer and four experts."""
+    return write_tiny_checkpoint(folder, num_layers=1, num_experts=4, top_k=2, hidden_size=32, intermediate_size=32)
+
+
+def change_config(folder: Path, **fields: object) -> Path:
+    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | fields))
+    return folder
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    """Returns the file that holds a tensor."""
+    return next(path for path in sorted(folder.glob("*.safetensors")) if name in load_file(path))
+
+
+def set_number(folder: Path, name: str, place: Sequence[int], value: float, dtype: torch.dtype | None = None) -> Path:
+    """Overwrites one number of a tensor, which is brought to `dtype` before. Returns its file."""
+    tensors = load_file(path := shard_of(folder, name))
+    tensors[name] = tensors[name].to(dtype)
+    tensors[name][tuple(place)] = value
+    save_file(tensors, path)
+    return path
 
 
 def header_of(path: Path) -> tuple[dict, bytes]:
