@@ -67,12 +67,6 @@ class TestReading:
             assert torch.equal(checkpoint.read("x", (slice(1, 1),)), x[1:1])
             assert checkpoint.bytes_read == 4 * 8 + 24 * 8
 
-    def test_what_was_read_outlives_the_file(self, folder):
-        with Checkpoint(folder) as checkpoint:
-            x = checkpoint.read("x")
-        shutil.rmtree(folder)
-        assert int(x.sum()) == 276
-
     @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.int8])
     def test_packed_dtypes_keep_their_bytes(self, tmp_path, dtype):
         codes = torch.arange(256, dtype=torch.uint8).view(16, 16)

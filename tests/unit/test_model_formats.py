@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +13,7 @@ from support.cases.packed_checkpoints import EACH, QUANT, edit, pack, resized
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.models import load_layer
-from eprt.models.checkpoint import QUANT_CONFIG, SINGLE, Checkpoint
+from eprt.models.checkpoint import SINGLE, Checkpoint
 from eprt.models.fields import e8m0_scale, positive_scale
 from eprt.models.formats import load_linear
 
@@ -68,11 +66,6 @@ class TestPacked:
         for matrix, expected in ((found.gate_up, apart.gate_up), (found.down, apart.down)):
             equal(matrix.codes, expected.codes[4:])
             equal(matrix.scales, expected.scales[4:])
-
-    def test_scalars_of_one_entry(self, tmp_path):
-        folder, _, layer = packed(tmp_path, "nvfp4")
-        vectors = edit(folder, tmp_path / "b", lambda h: {k: v[None] if v.dim() == 0 else v for k, v in h.items()})
-        equal(load_layer(vectors, layer).experts.down.global_scale, load_layer(folder, layer).experts.down.global_scale)
 
     def test_weight_only_has_no_input_scale(self, tmp_path):
         folder, _, layer = packed(tmp_path, "nvfp4")
@@ -158,12 +151,6 @@ class TestQuantizationConfig:
         quant = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
         folder, _, layer = packed(tmp_path, format, {"quantization_config": quant})
         assert load_layer(folder, layer).config.weight_format == format
-
-    def test_hf_quant_config_alone(self, tmp_path):
-        folder, _, layer = packed(tmp_path, "nvfp4")
-        folder = edit(folder, tmp_path / "b", drop=("quantization_config",))
-        (folder / QUANT_CONFIG).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
-        assert load_layer(folder, layer).config.weight_format == "nvfp4"
 
     @pytest.mark.parametrize("said", ["nvfp4", "fp8_tensor", "fp8_block", "mxfp8"])
     def test_plain_tensors_that_the_config_calls_packed(self, tmp_path, said):
