@@ -18,7 +18,7 @@ from eprt.bench.report import Row, p50_p99, percentile, slowest
 from eprt.bench.routings import RoutedLayer, demand_of
 from eprt.bench.timing import or_reason, samples, world_of
 from eprt.config import RuntimeConfig
-from eprt.conformance.oracle import relative_error, shard_weights
+from eprt.conformance.oracle import layer_of, relative_error
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.plan import DECODE_TOKENS
@@ -100,8 +100,7 @@ def _layer(world: World, case: PlacedCase, runtime: RuntimeConfig, placement: Ex
     """Makes a layer whose experts have the same weights, wherever they lie."""
     torch.manual_seed(11)
     everyone = random_experts(case.config, case.config.num_experts, world.device)
-    own = shard_weights(everyone, case.config, placement.shard(world.rank))
-    return ExpertParallelMoE(case.config, world, own, runtime=runtime, placement=placement)
+    return layer_of(world, case.config, everyone, runtime, placement)
 
 
 def _measured(world: World, case: PlacedCase, layers: dict[str, ExpertParallelMoE]) -> PlacedTimes:

@@ -16,7 +16,7 @@ import torch
 from eprt.config import CombineFormat, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig, TokenFormat
 from eprt.conformance import transport
 from eprt.conformance.cases import CASES, CONFIGS, CUT_CASES, TOLERANCE, Batch, Case, make_batches
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of, relative_error
 from eprt.dispatch import DISPATCHERS, Dispatched, Dispatcher, make_dispatcher
 from eprt.experts import EXECUTORS
 from eprt.experts.base import Executor
@@ -278,8 +278,7 @@ def _dispatcher(context: RankContext, check: Check, world: World) -> Dispatcher:
 
 def _layer(context: RankContext, check: Check, world: World, full: ExpertWeights) -> ExpertParallelMoE:
     def make() -> ExpertParallelMoE:
-        shard = ExpertPlacement(check.moe.num_experts, world.parallel).shard(world.rank)
-        layer = ExpertParallelMoE(check.moe, world, shard_weights(full, check.moe, shard), runtime=check.runtime)
+        layer = layer_of(world, check.moe, full, check.runtime)
         layer.executor = NanOutput(layer.executor)
         return layer
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from eprt.config import MoEConfig
+from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import SEED, Batch
 from eprt.errors import ConfigError
 from eprt.experts.reference import decode_matrix, expert_forward
+from eprt.layer import ExpertParallelMoE
 from eprt.models import LayerParts
-from eprt.placement import ExpertShard
+from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.quant import encode
 from eprt.tokens import as_bytes
 from eprt.weights import FP8_BLOCK, ExpertWeights, Fp8Block, Matrix, SharedExpertWeights
+from eprt.world import World
 
 
 def full_weights(config: MoEConfig, seed: int = SEED) -> ExpertWeights:
@@ -64,6 +67,20 @@ def shard_weights(full: ExpertWeights, config: MoEConfig, shard: ExpertShard) ->
         local.down_bias,
         local.hidden_order,
     )
+
+
+def layer_of(
+    world: World,
+    config: MoEConfig,
+    full: ExpertWeights,
+    runtime: RuntimeConfig,
+    placement: ExpertPlacement | None = None,
+    **parts: Any,
+) -> ExpertParallelMoE:
+    """Builds the layer that holds this rank's share of `full`. Collective. `parts`: its router and what else it has."""
+    placement = placement or ExpertPlacement(config.num_experts, world.parallel)
+    weights = shard_weights(full, config, placement.shard(world.rank))
+    return ExpertParallelMoE(config, world, weights, runtime=runtime, placement=placement, **parts)
 
 
 def _cut(matrix: Matrix, dim: int, parts: int, size: int, width: slice) -> Matrix:

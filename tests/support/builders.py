@@ -13,17 +13,11 @@ from unittest import mock
 
 import torch
 
-from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Case
 from eprt.conformance.checks import Check, Kind, check_transport, run_checks, summarize
-from eprt.conformance.oracle import shard_weights
 from eprt.dispatch import Dispatcher
 from eprt.errors import EprtError
 from eprt.garbage import without_collections
-from eprt.layer import ExpertParallelMoE
-from eprt.placement import ExpertPlacement
-from eprt.weights import ExpertWeights
-from eprt.world import World
 
 NOTHING = "nothing was raised"
 # Room for what a first run may compile: FlashInfer's all-to-all takes 3.5 minutes on 64 cores where it isn't installed
@@ -71,20 +65,6 @@ def stop_for(seconds: float) -> None:
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     os.waitpid(child, 0)
-
-
-def layer_of(
-    world: World,
-    config: MoEConfig,
-    full: ExpertWeights,
-    runtime: RuntimeConfig,
-    slots: tuple[int, ...] = (),
-    **parts: Any,
-) -> ExpertParallelMoE:
-    """Returns a layer with this rank's share of all experts' weights. `parts`: its router and whatever else it has."""
-    placement = ExpertPlacement(config.num_experts, world.parallel, slots)
-    weights = shard_weights(full, config, placement.shard(world.rank))
-    return ExpertParallelMoE(config, world, weights, runtime=runtime, placement=placement, **parts)
 
 
 def recorded(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, Callable[[], object]]:

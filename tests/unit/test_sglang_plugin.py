@@ -13,13 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.builders import distinct_experts, layer_of
+from support.builders import distinct_experts
 from support.cases.packed_int4 import QUANT
 from support.cases.vllm_layouts import named
 from support.stand_ins.sglang import GPT_OSS, FusedMoE, TopK, arguments, fused_moe, runner_config
 
 from eprt.bench.experts import random_experts
 from eprt.config import Activation, MoEConfig, RuntimeConfig
+from eprt.conformance.oracle import layer_of
 from eprt.errors import ConfigError, UsageError
 from eprt.experts.in_place import leaves
 from eprt.integrations.engine.bound import ids_of

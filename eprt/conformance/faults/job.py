@@ -16,12 +16,11 @@ import torch
 
 from eprt.conformance.cases import Batch
 from eprt.conformance.faults.matrix import CUT, LATE_S, REPLAY, START_UP, STEP, Skipped, Then, Trial, config, runtime
-from eprt.conformance.oracle import expected_outputs, full_weights, shard_weights
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import EprtError, RankLost, UsageError
 from eprt.files import write_whole
 from eprt.graphs import StepGraphs
-from eprt.layer import ExpertParallelMoE
 from eprt.placement import ExpertPlacement
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
@@ -70,9 +69,8 @@ class CheckedLayer:
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.experts = full_weights(self.config)
         self.placement = placement or ExpertPlacement(self.config.num_experts, world.parallel)
-        own = shard_weights(self.experts, self.config, self.placement.shard(world.rank))
-        own, settings = own.map(lambda tensor: tensor.to(world.device)), runtime(dispatcher, device, then)
-        self.layer = ExpertParallelMoE(self.config, world, own, runtime=settings, placement=self.placement)
+        settings = runtime(dispatcher, device, then)
+        self.layer = layer_of(world, self.config, self.experts, settings, self.placement)
         self.graphs = self._make_graphs() if graphs else None
         if device == "cuda":
             world.warmup(self.layer)

@@ -10,11 +10,11 @@ import torch
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance import checks, transport
 from eprt.conformance.cases import BY_NAME, CONFIGS, Batch, coded_hidden, make_batches
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of, relative_error
 from eprt.dispatch import make_dispatcher
 from eprt.tokens import TopK
 from eprt.weights import Dense
-from support.builders import caught, layer_of
+from support.builders import caught
 
 PAIRS = [("none", "flat"), ("torch", "flat"), ("torch", "expert_major")]
 F32 = CONFIGS["silu_f32"]

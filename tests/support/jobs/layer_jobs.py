@@ -11,7 +11,7 @@ import torch
 
 import eprt
 from eprt.config import MoEConfig, Routing, RuntimeConfig, SharedExpert
-from eprt.conformance.oracle import shard_weights
+from eprt.conformance.oracle import layer_of, shard_weights
 from eprt.dispatch import make_dispatcher
 from eprt.errors import EprtError, InputError
 from eprt.layer import ExpertParallelMoE
@@ -19,7 +19,7 @@ from eprt.placement import ExpertPlacement
 from eprt.routing import Router
 from eprt.tokens import RouterLogits, TopK
 from eprt.weights import Dense, ExpertWeights, LatentWeights, SharedExpertWeights
-from support.builders import NOTHING, layer_of, said
+from support.builders import NOTHING, said
 from support.stand_ins.pretended_gpu import counted_calls
 
 E, K, H, WIDE, I = 8, 2, 16, 24, 8

@@ -8,13 +8,12 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of, relative_error
 from eprt.dispatch import make_dispatcher
 from eprt.errors import EprtError
 from eprt.experts.reference import decode_hidden
 from eprt.quant import encode_payload
 from eprt.tokens import TopK
-from support.builders import layer_of
 from support.jobs.sm100_jobs import executors_on_cpu
 
 CONFIG = MoEConfig(num_experts=8, top_k=3, hidden_size=256, intermediate_size=64, weight_format="nvfp4")

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from eprt import ExpertParallelMoE, RuntimeConfig, World
+from eprt import RuntimeConfig, World
 from eprt.conformance.cases import BY_NAME, CONFIGS, make_batches
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error, shard_weights
-from eprt.placement import ExpertPlacement
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of, relative_error
 
 ITEMS, KILLED_BEFORE = 4, 2
 
@@ -29,9 +28,8 @@ def main(progress: Path, victim: int) -> None:
     with World.from_env("cpu", timeout_s=40.0) as world:
         config = CONFIGS["silu_f32"]
         full = full_weights(config)
-        shard = ExpertPlacement(config.num_experts, world.parallel).shard(world.rank)
         runtime = RuntimeConfig(dispatcher="torch", executor="reference", max_tokens_per_rank=64)
-        layer = ExpertParallelMoE(config, world, shard_weights(full, config, shard), runtime=runtime)
+        layer = layer_of(world, config, full, runtime)
         done = len(progress.read_text().splitlines()) if progress.exists() else 0
         for item in range(done, ITEMS):
             if (world.rank, world.generation, item) == (victim, 0, KILLED_BEFORE):

@@ -14,13 +14,12 @@ import torch
 from eprt.config import MoEConfig, PayloadFormat, RuntimeConfig
 from eprt.conformance.cases import CASES, Batch, make_batch
 from eprt.conformance.checks import NanOutput
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of, relative_error
 from eprt.dispatch import DISPATCHERS
 from eprt.experts.reference import decode_hidden
 from eprt.plan import Candidate
 from eprt.quant import encode_payload
 from eprt.weights import ExpertWeights, Nvfp4
-from support.builders import layer_of
 from support.jobs.sm100_jobs import executors_on_cpu
 from support.stand_ins import deepep as deepep_stand_in
 from support.stand_ins import flashinfer as flashinfer_stand_in

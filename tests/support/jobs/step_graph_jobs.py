@@ -12,7 +12,7 @@ import torch
 
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import CONFIGS, Batch
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of, relative_error
 from eprt.graphs import StepGraphs
 from eprt.placement import ExpertPlacement
 from eprt.ranks.launcher import RankContext
@@ -20,7 +20,7 @@ from eprt.routing import Router
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
 from eprt.world.collectives import Step
-from support.builders import BEHIND_S, caught, die, layer_of, said
+from support.builders import BEHIND_S, caught, die, said
 from support.cases.decoder import EMPTY_ROW, Decoder, Experts, Requests
 
 LAYERS = 2

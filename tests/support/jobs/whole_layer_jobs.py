@@ -13,11 +13,11 @@ import torch
 from eprt.balance import rebalance
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.conformance.cases import Batch
-from eprt.conformance.oracle import expected_outputs, full_weights, relative_error
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of, relative_error
 from eprt.placement import ExpertPlacement
 from eprt.ranks.launcher import RankContext
 from eprt.tokens import TopK
-from support.builders import BEHIND_S, layer_of, recorded
+from support.builders import BEHIND_S, recorded
 
 
 def replayed_layer(
@@ -40,7 +40,8 @@ def replayed_layer(
     if another_order:
         order = torch.randperm(config.hidden_size, generator=torch.Generator().manual_seed(1))
         full = replace(full, hidden_order=order)
-    layer = layer_of(world, config, full, runtime, placements[0] if placements else ())
+    placement = ExpertPlacement(config.num_experts, world.parallel, placements[0] if placements else ())
+    layer = layer_of(world, config, full, runtime, placement)
     world.warmup(layer)
     E, K, H, R = config.num_experts, config.top_k, config.hidden_size, runtime.max_tokens_per_rank
     x = torch.zeros(R, H, dtype=torch.bfloat16, device=world.device)
