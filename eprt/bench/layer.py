@@ -187,7 +187,7 @@ def layer_rows(case: LayerCase, by_rank: list[LayerFound]) -> list[Row]:
 
 
 def _row(case: LayerCase, tokens: int, pair: str, by_rank: Sequence[dict[str, list[float]]]) -> Row:
-    row = case.row(len(by_rank), tokens) | {"pair": pair, "token_format": case.asked.token_format or "auto"}
+    row: Row = case.row(len(by_rank), tokens) | {"pair": pair, "token_format": case.asked.token_format or "auto"}
     for name in by_rank[0]:
         row |= p50_p99(name, [rank[name] for rank in by_rank])
     row["overhead_us"] = round(row["layer_p50_us"] - row["by_hand_p50_us"], 1)

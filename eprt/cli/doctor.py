@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -176,12 +176,10 @@ class FaultReport:
 
     def left(self) -> list[Trial]:
         """Returns the cells that no run has done yet."""
-        done, left = Counter(result.trial for result in self.results), list[Trial]()
-        for cell in self._asked:
-            if done[cell] > 0:
-                done[cell] -= 1
-            else:
-                left.append(cell)
+        left = list(self._asked)
+        for result in self.results:
+            if result.trial in left:  # or it is a control
+                left.remove(result.trial)
         return left
 
     def forget(self, again: Sequence[Trial]) -> None:

@@ -311,7 +311,8 @@ def stored_as(scheme: Scheme) -> Stored:
 _STATIC_INPUT = Claim(
     "input_scale", _FLOATS, lambda rows, cols: (1,), lambda scale, where, _: positive_scale(scale, where), optional=True
 )
-_COMPRESSED: dict[WeightFormat, Stored] = FORMATS | {
+_COMPRESSED: dict[WeightFormat, Stored] = {
+    **FORMATS,
     "nvfp4": Stored(
         Nvfp4,
         (

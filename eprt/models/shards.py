@@ -79,13 +79,13 @@ class Shard:
         where = f"{self.path}: tensor {shown(name)}"
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{where} has dtype {entry.dtype}: expected one of {', '.join(_DTYPES)}")
-        ranges, kept = _ranges(entry.shape, index, where)
+        ranges = _ranges(entry.shape, index, where)
         dtype = _DTYPES[entry.dtype]
         out = torch.empty([len(r) for r in ranges], dtype=dtype)
         if out.numel():
             self._fill(out, entry, ranges, where)
             require_finite(out, where, ranges)
-        return out.view([len(r) for r, keep in zip(ranges, kept, strict=True) if keep])
+        return out[tuple(0 if isinstance(item, int) else slice(None) for item in index)]
 
     def sample(self, name: str, size: int) -> bytes:
         """Reads the first bytes of a tensor, at most `size`."""
@@ -211,8 +211,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
-def _ranges(shape: tuple[int, ...], index: Index, where: str) -> tuple[list[range], list[bool]]:
-    """Returns the part of each dimension that an index takes, and whether the result keeps the dimension."""
+def _ranges(shape: tuple[int, ...], index: Index, where: str) -> list[range]:
+    """Returns the part of each dimension that an index takes."""
     given = [*index, *[slice(None)] * (len(shape) - len(index))]
     refused = f"{where} {shown(list(shape))} can't be read at {index}"
     if len(given) != len(shape):
@@ -228,4 +228,4 @@ def _ranges(shape: tuple[int, ...], index: Index, where: str) -> tuple[list[rang
             if step != 1:
                 raise CheckpointError(f"{refused}: expected steps of 1")
             ranges.append(range(start, max(start, stop)))
-    return ranges, [not isinstance(item, int) for item in given]
+    return ranges

@@ -21,10 +21,8 @@ from eprt.models.checkpoint import CONFIG, SINGLE
 from support.cases import packed_int4
 from support.cases.model_recipes import RECIPES, Recipe, make_model
 from support.cases.number_formats import e2m1_numbers, e8m0_numbers, mxfp4_numbers
+from support.cases.packed_int4 import Made
 from support.jobs.checkpoint_jobs import Written
-
-Made = tuple[dict[str, torch.Tensor], torch.Tensor]  # (stored tensors by suffix, the numbers they stand for, float32)
-
 
 # ---- one matrix -----------------------------------------------------------------------------------------------
 
