@@ -88,7 +88,7 @@ ONE_JOB = ("test_families",)
 # Files whose short tests take from each other what a process makes or imports once: one worker has all of a group. So
 # do long ones of the cases: ranks keep a case's inputs, layers and right outputs.
 GROUPS = {
-    "models": (*TRANSFORMERS, "test_transformers", "test_models", "test_model_dialects", "test_compressed_tensors"),
+    "models": (*TRANSFORMERS, "test_transformers", "test_models", "test_model_dialects"),
     "cases": ("test_matrix", "test_bad_input", "test_payload_scale", "test_mutations", "test_sm100_pairs"),
     "libraries": (
         *("test_flashinfer_sm90", "test_flashinfer_sm100", "test_flashinfer_a2a", "test_humming"),
