@@ -130,6 +130,23 @@ def test_graphs_follow_weights_and_adapters_that_are_exchanged(folder: Path) -> 
     assert [one is two for one, two in itertools.pairwise(kept)] == [True, False, True, False, True, False, True]
 
 
+def test_nan_of_one_batch_is_not_in_the_next_one(folder: Path) -> None:
+    """A mask leaves numbers out by weight 0, which NaN survives: that of a broken step stays in the cache of graphs."""
+    from eprt.integrations.transformers import generate, parallelize
+
+    model = jobs.load(str(folder), torch.float32)
+    expected = [jobs.alone(model, PROMPTS[0], **GREEDY)]
+    longer, embeddings = [7] * (len(PROMPTS[0]) + 8), model.get_input_embeddings().weight.data
+    with World.from_env("cpu") as world:
+        parallelize(model, world, jobs.RUNTIME)
+        for _ in range(2):
+            assert generate(model, PROMPTS[:1], graphs=True, **GREEDY) == expected
+            kept = embeddings.clone()
+            embeddings.fill_(torch.nan)
+            generate(model, [longer], graphs=True, **GREEDY)
+            embeddings.copy_(kept)
+
+
 def test_the_choice_is_that_of_the_probabilities() -> None:
     """4,000 rows of the same scores: frequencies within five standard deviations, and nothing that is masked."""
     from eprt.integrations.transformers.sequences import SeededChoice

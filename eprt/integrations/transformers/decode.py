@@ -249,7 +249,9 @@ class StaticRows:
             self.position = torch.zeros((), dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """Begins sequences of no tokens. What is left in memory is behind the mask."""
+        """Begins sequences of no tokens. What is left in memory would be behind the mask, but NaN goes through it."""
+        for tensor in (tensor for layer in self.memory for tensor in layer):
+            tensor.zero_()
         self.position.zero_()
         self.begun = False
 
