@@ -295,10 +295,12 @@ class ExpertParallelMoE(nn.Module):
         return graphs.output_of(hidden_states, self._rounded(tokens_per_rank))
 
     def _rounded(self, tokens_per_rank: int | None) -> int | None:
-        """Returns R up to the next bucket, also where this rank's call has no graph: its peers' calls may."""
+        """Returns R up to the next bucket, also where this rank's call has no graph: its peers' calls may. Not over a
+        strict capacity that holds it: buckets are the World's, and other layers may have larger ones."""
         if type(tokens_per_rank) is not int:
             return tokens_per_rank
-        return rounded(tokens_per_rank, self.world.buckets)
+        rows, most = rounded(tokens_per_rank, self.world.buckets), self._most_tokens
+        return rows if rows <= most or not self.dispatcher.runtime.strict_capacity else max(tokens_per_rank, most)
 
     def _route(self, given: Given) -> LayerCall:
         """Checks a call, takes this rank's slice of its tokens, and chooses their experts.

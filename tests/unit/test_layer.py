@@ -265,6 +265,13 @@ def test_a_bucket_over_a_strict_capacity_refuses_no_batch_within_it():
             assert layer(hidden[:5], TopK(ids[:5], ids[:5].float())).shape == (5, config.hidden_size)
         with world.step(7), pytest.raises(CapacityError, match="tokens_per_rank is 7 tokens, over the capacity of 6"):
             layer(hidden, TopK(ids, ids.float()))
+        world.add_buckets((256,))
+        graphed = replace(runtime, max_tokens_per_rank=200, layer_graphs=True)
+        layer = ExpertParallelMoE(config, world, cases.make_weights(config), runtime=graphed)
+        hidden, ids = torch.ones(190, config.hidden_size), torch.zeros(190, config.top_k, dtype=torch.int32)
+        assert layer(hidden, TopK(ids, ids.float()), tokens_per_rank=190).shape == hidden.shape
+        with pytest.raises(CapacityError, match="tokens_per_rank is 201 tokens, over the capacity of 200"):
+            layer(hidden, TopK(ids, ids.float()), tokens_per_rank=201)
 
 
 @pytest.mark.parametrize("capturing", [False, True])
