@@ -149,6 +149,31 @@ def test_experts_of_text_and_of_images_lie_where_their_own_placements_say() -> N
     assert first == {("0", "text_moe"): 0, ("0", "vision_moe"): 2, ("1", "text_moe"): 1, ("1", "vision_moe"): 3}
 
 
+def test_a_block_that_broke_off_leaves_no_call_out_later() -> None:
+    """Experts for images that ran in a broken forward are called without tokens in the next, whose batch has none."""
+    from eprt.integrations.transformers import spread
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.images, self.text = nn.Identity(), nn.Identity()
+
+        def forward(self, x: torch.Tensor, images: bool, breaks: bool) -> torch.Tensor:
+            x = self.images(x) if images else x
+            if breaks:
+                raise UsageError("broken off")
+            return self.text(x)
+
+    block, idle = Block(), []
+    for name, experts in block.named_children():
+        experts.__dict__["eprt_place"] = SimpleNamespace(idle=lambda name=name: idle.append(name))
+    spread._count_calls(block, [*block.children()])
+    with pytest.raises(UsageError, match="broken off"):
+        block(torch.ones(1), images=True, breaks=True)
+    block(torch.ones(1), images=False, breaks=False)
+    assert idle == ["images"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -133,6 +133,9 @@ def _complete_calls(model: nn.Module, modules: dict[str, Any]) -> None:
 def _count_calls(block: nn.Module, several: list[Any]) -> None:
     called: list[Any] = []
 
+    def begin(*_: Any) -> None:
+        called.clear()  # what a forward that broke off has left
+
     def note(module: nn.Module, *_: Any) -> None:
         called.append(module)
 
@@ -140,11 +143,11 @@ def _count_calls(block: nn.Module, several: list[Any]) -> None:
         experts.register_forward_hook(note)
 
     def complete(*_: Any) -> None:
-        done, called[:] = list(called), []
         for experts in several:
-            if experts not in done:
+            if experts not in called:
                 experts.__dict__["eprt_place"].idle()
 
+    block.register_forward_pre_hook(begin)
     block.register_forward_hook(complete)
 
 
