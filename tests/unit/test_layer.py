@@ -14,10 +14,12 @@ import torch
 from support.builders import told_alike
 from support.cases import expert_cases as cases
 from support.jobs import layer_jobs as jobs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eprt.config import ParallelConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS
-from eprt.errors import CapacityError, ConfigError, UsageError
+from eprt.dispatch.call import check_hidden, check_output
+from eprt.errors import CapacityError, ConfigError, InputError, UsageError
 from eprt.layer import ExpertParallelMoE
 from eprt.layer.slots import ChosenSlots, Slices
 from eprt.placement import ExpertLoad, ExpertPlacement
@@ -286,6 +288,27 @@ def test_ids_are_not_read_while_a_graph_is_captured(capturing, monkeypatch):
     chosen = TopK(torch.zeros(4, 2, dtype=torch.int32, device="meta"), torch.zeros(4, 2, device="meta"))
     with nullcontext() if capturing else pytest.raises(RuntimeError, match="meta tensors"):
         assert slots.of(chosen, 4, check_values=True) is chosen
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_tensors_on_another_gpu_of_the_process_are_refused(index: int) -> None:
+    """A kernel on this GPU would read that one's memory before it is written. No GPU is needed to name one."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden, ids = torch.empty(2, 4, device="cuda:1"), torch.empty(2, 1, dtype=torch.int32, device="cuda:1")
+    here: Any = torch.device("cuda", index)
+    world: Any = SimpleNamespace(device=torch.device("meta"), rank=0, padding=None, parallel=ParallelConfig())
+    slots = ChosenSlots(
+        cases.make_config(top_k=1), world, Slices(world), ExpertPlacement(4, ParallelConfig()), one_replica=False,
+        count_load=True,
+    )  # fmt: skip
+    world.device = here
+    for check in (
+        lambda: check_hidden(hidden, 4, here, meaning="the model's hidden", flat=True),
+        lambda: check_output(hidden, (2, 4), here),
+        lambda: slots.of(TopK(ids, ids.view(torch.float32)), 2, check_values=False) if index == 0 else None,
+    ):
+        with nullcontext() if index == 1 else pytest.raises(InputError, match=r"on cuda:1: .*on cuda:0"):
+            check()
 
 
 def test_a_placement_in_another_world_is_named():
