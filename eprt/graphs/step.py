@@ -106,9 +106,11 @@ class StepGraphs:
         self._world.add_buckets(self.buckets)
         sizes = [rows for rows in self._world.buckets if rows <= self.buckets[-1]]
         pool = Pool.of(self._world.device)
-        with torch.no_grad(), self._watch.capturing():
-            self._captured = {rows: self._record(rows, pool) for rows in reversed(sizes)}
-        self._world.take_call_log()  # the calls of a recording are no step's
+        try:
+            with torch.no_grad(), self._watch.capturing():
+                self._captured = {rows: self._record(rows, pool) for rows in reversed(sizes)}
+        finally:
+            self._world.take_call_log()  # the calls of a recording are no step's, nor are those of one that broke off
 
     def __call__(self, num_tokens: int, **inputs: torch.Tensor) -> Any:
         """Makes one step of this rank. Collective, also for a rank without tokens.

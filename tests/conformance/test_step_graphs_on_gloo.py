@@ -154,6 +154,23 @@ def test_inputs_that_require_gradients_leave_none_behind() -> None:
         assert not graphs._inputs["x"].requires_grad
 
 
+def test_the_calls_of_a_capture_that_broke_off_are_no_steps() -> None:
+    """The next step would compare them with those of ranks that broke off elsewhere."""
+    config = cases.make_config("f32")
+    with World.from_env("cpu") as world:
+        layer = ExpertParallelMoE(config, world, cases.make_weights(config), runtime=RuntimeConfig())
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            ids = torch.zeros(len(x), config.top_k, dtype=torch.int32)
+            layer(x, TopK(ids, ids.float()))
+            raise RuntimeError("operation not permitted")
+
+        graphs = StepGraphs(world, [layer], forward, {"x": torch.zeros(1, config.hidden_size)}, buckets=(1,))
+        with pytest.raises(RuntimeError, match="not permitted"):
+            graphs.capture()
+        assert not world.take_call_log().calls
+
+
 def test_a_capture_takes_the_smaller_buckets_of_other_graphs() -> None:
     """R may be rounded up to one of those. Before that capture such a step is run eagerly, on rows that aren't
     padded."""
