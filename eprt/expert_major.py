@@ -22,7 +22,7 @@ def copy_valid_rows(source: torch.Tensor, target: torch.Tensor, counts: torch.Te
 
         expert_major_triton.copy_valid_rows(source, target, counts)
         return
-    valid = torch.arange(source.shape[1]) < counts[:, None]
+    valid = torch.arange(source.shape[1], device=counts.device) < counts[:, None]
     target[valid] = source[valid]
 
 

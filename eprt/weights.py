@@ -292,7 +292,7 @@ class ExpertWeights:
         L, H, rows = shard.num_local_experts, config.hidden_size, parts * intermediate
         order: object = self.hidden_order
         right = isinstance(order, torch.Tensor) and order.dtype == torch.int64 and not order.is_meta
-        if order is not None and not (right and torch.equal(order.sort().values.cpu(), torch.arange(H))):
+        if order is not None and not (right and torch.equal(order.sort().values.cpu(), torch.arange(H, device="cpu"))):
             raise ConfigError(f"hidden_order: expected each of {H} columns of the hidden states once, in int64")
         self.gate_up.check("gate_up", L, rows, H, parts)
         self.down.check("down", L, H, intermediate, 1)

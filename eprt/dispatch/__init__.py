@@ -199,7 +199,7 @@ def _agree_payload_scale(world: World, own: torch.Tensor | None) -> torch.Tensor
     Collective. Raises ConfigError, on every rank, if some ranks have a scale and others don't.
     """
     value = 0.0 if own is None else float(own)
-    values = world.gather_control(torch.tensor([value], dtype=torch.float32)).flatten()
+    values = world.gather_control(torch.tensor([value], dtype=torch.float32, device="cpu")).flatten()
     without = [rank for rank, alive in enumerate(world.alive) if alive and not values[rank]]
     if 0 < len(without) < sum(world.alive):
         raise ConfigError(

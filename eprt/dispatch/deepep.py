@@ -260,7 +260,7 @@ class DeepEPDispatcher(SharedMemoryDispatcher[DeepEPGeometry, LowLatencyBuffer])
             enable_shrink=self.runtime.may_leave_out,
         )
         W, in_flight = geometry.num_ranks, InFlightBuffers(MAX_OPEN, "deepep", self.world.device)
-        given_up = torch.zeros(W, dtype=torch.int32, pin_memory=self.world.device.type == "cuda")
+        given_up = torch.zeros(W, dtype=torch.int32, device="cpu", pin_memory=self.world.device.type == "cuda")
         return LowLatencyBuffer(
             library, buffer, in_flight, (True,) * W, given_up if self.runtime.may_leave_out else None
         )

@@ -221,7 +221,8 @@ def require_allocatable(world: World, num_bytes: int, what: str) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise UsageError(f"allocating {what} during CUDA graph capture: call World.warmup(layer) before it")
     torch.cuda.empty_cache()
-    free = world.gather_control(torch.tensor([torch.cuda.mem_get_info(world.device)[0]])).flatten().tolist()
+    own = torch.tensor([torch.cuda.mem_get_info(world.device)[0]], device="cpu")
+    free = world.gather_control(own).flatten().tolist()
     if min(free) < num_bytes:
         raise CapacityError(
             f"{what} needs {num_bytes:,} bytes of GPU memory on every rank, rank {free.index(min(free))} has "

@@ -67,11 +67,12 @@ class ExpertLoading:
                 The same on every rank.
         """
         E, L, parallel = placement.num_experts, placement.num_local_experts, placement.parallel
-        own = torch.zeros(E, dtype=torch.uint8)
+        own = torch.zeros(E, dtype=torch.uint8, device="cpu")
         own[list(experts)] = 1
         brought = self._world.gather_control(own).bool()
-        held = torch.zeros(parallel.ep_size, E + 1, dtype=torch.bool)  # the last for empty slots
-        held[torch.arange(placement.num_slots) // L, torch.tensor(placement.slots)] = True
+        held = torch.zeros(parallel.ep_size, E + 1, dtype=torch.bool, device="cpu")  # the last for empty slots
+        rank = torch.arange(placement.num_slots, device="cpu") // L
+        held[rank, torch.tensor(placement.slots, device="cpu")] = True
         lacking = held[:, :E].repeat_interleave(parallel.moe_tp_size, 0) & brought.any(0) & ~brought
         if lacking.any():
             expert = int(lacking.any(0).nonzero()[0])

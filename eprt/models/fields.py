@@ -249,7 +249,7 @@ def _no_bias(bias: torch.Tensor, where: str, _: tuple[int, int]) -> None:
 def _columns_in_order(group: int, index: torch.Tensor, where: str, size: tuple[int, int]) -> None:
     """Raises CheckpointError unless a `g_idx` says that column c belongs to group c // `group`."""
     cols = size[1]
-    expected = torch.arange(cols, dtype=torch.int32) // (group or cols)
+    expected = torch.arange(cols, dtype=torch.int32, device=index.device) // (group or cols)
     if not torch.equal(index, expected):
         place = int((index != expected).nonzero()[0])
         raise CheckpointError(

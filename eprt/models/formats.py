@@ -307,7 +307,7 @@ def _column_order(groups: torch.Tensor, size: int, where: str) -> torch.Tensor:
     cols = groups.numel()
     size = size or cols
     order = torch.argsort(groups, stable=True)
-    expected = torch.arange(cols, dtype=groups.dtype) // size
+    expected = torch.arange(cols, dtype=groups.dtype, device=groups.device) // size
     if not torch.equal(groups[order], expected):
         place = int((groups[order] != expected).nonzero()[0])
         found = int(groups[order][place])
@@ -320,7 +320,7 @@ def _column_order(groups: torch.Tensor, size: int, where: str) -> torch.Tensor:
 
 def _is_sorted(orders: torch.Tensor) -> bool:
     """Tells whether all orders [..., cols] leave columns where they are."""
-    return bool((orders == torch.arange(orders.shape[-1])).all())
+    return bool((orders == torch.arange(orders.shape[-1], device=orders.device)).all())
 
 
 def _sort_columns(matrix: Int4, orders: torch.Tensor) -> None:

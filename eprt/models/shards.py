@@ -81,7 +81,7 @@ class Shard:
             raise CheckpointError(f"{where} has dtype {entry.dtype}: expected one of {', '.join(_DTYPES)}")
         ranges = _ranges(entry.shape, index, where)
         dtype = _DTYPES[entry.dtype]
-        out = torch.empty([len(r) for r in ranges], dtype=dtype)
+        out = torch.empty([len(r) for r in ranges], dtype=dtype, device="cpu")
         if out.numel():
             self._fill(out, entry, ranges, where)
             require_finite(out, where, ranges)
@@ -113,7 +113,7 @@ class Shard:
                 rows, taken = max(1, _SPAN_BYTES // strides[dim]), [slice(r.start, r.stop) for r in ranges[dim + 1 :]]
                 for row in range(0, len(part), rows):
                     piece = part[row : row + rows]
-                    span = torch.empty([len(piece), *entry.shape[dim + 1 :]], dtype=out.dtype)
+                    span = torch.empty([len(piece), *entry.shape[dim + 1 :]], dtype=out.dtype, device="cpu")
                     self._pread(_bytes(span), at + row * strides[dim], where)
                     piece.copy_(span[(slice(None), *taken)])
 
@@ -193,7 +193,7 @@ def require_finite(tensor: torch.Tensor, where: str, ranges: list[range] | None 
         part = flat[start : start + piece]
         if not _finite(part):
             bad = int((~torch.isfinite(part.float())).nonzero()[0])
-            offsets = torch.unravel_index(torch.tensor(start + bad), [len(r) for r in ranges])
+            offsets = torch.unravel_index(torch.tensor(start + bad, device="cpu"), [len(r) for r in ranges])
             place = [r.start + int(offset) for r, offset in zip(ranges, offsets, strict=True)]
             raise CheckpointError(f"{where} holds {part[bad].float().item()} at {place}: expected finite numbers")
 

@@ -208,8 +208,8 @@ class SlotTable:
         rows = [[*slots, *[0] * (width - len(slots))] for slots in chosen]
         rows.append([placement.num_slots] * width)  # no expert: no slot
         with torch.inference_mode():  # also where they were made in it
-            self._slots.copy_(torch.tensor(rows, dtype=torch.int32))
-            self._replicas.copy_(torch.tensor([*map(len, chosen), 1], dtype=torch.int32))
+            self._slots.copy_(torch.tensor(rows, dtype=torch.int32, device="cpu"))
+            self._replicas.copy_(torch.tensor([*map(len, chosen), 1], dtype=torch.int32, device="cpu"))
 
     def follow(self, alive: tuple[bool, ...]) -> None:
         """Chooses among replicas on `alive` ranks, [W]. Experts without any keep their slots, which are lost."""

@@ -182,9 +182,8 @@ class Collectives:
             self._moved = as_bytes(found), as_bytes(x)
             self._run(_all_gather(*self._moved, group=self.group, async_op=True))
         if found is not out:
-            self._spread(
-                as_bytes(out).view(self.size, *x.shape), as_bytes(found).view(len(self._ranks), *x.shape), missing
-            )
+            rows = as_bytes(found).view(len(self._ranks), *x.shape)
+            self._spread(as_bytes(out).view(self.size, *x.shape), rows, missing)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Sums this rank's n rows of every rank's x[W * n] to out[n]."""
@@ -286,7 +285,8 @@ class Collectives:
         if self.size == 1:
             return [tuple(words)]
         if self._shared is None or len(words) > MAX_WORDS:
-            return [tuple(row) for row in self.gather_control(torch.tensor(words, dtype=torch.int64)).tolist()]
+            own = torch.tensor(words, dtype=torch.int64, device="cpu")
+            return [tuple(row) for row in self.gather_control(own).tolist()]
         if self._guard is not None:
             self._guard.note()
         found = self._shared.gather(words, self._pauses(self._ranks))

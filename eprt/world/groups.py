@@ -246,7 +246,7 @@ def make_meshes(
     made: dict[str, dist.ProcessGroup] = {}
     meshes: list[DeviceMesh] = []
     for shape, name in named:
-        ranks = torch.arange(default.size()).view(shape)
+        ranks = torch.arange(default.size(), device="cpu").view(shape)
         groups = [_group_among(parts.tolist(), made, timeout_s) for parts in (ranks.T, ranks)]
         meshes.append(DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=name))
     return meshes, list(made.values())

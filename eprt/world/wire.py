@@ -28,10 +28,10 @@ def gather_values(world: Collectives, value: Any) -> list[Any]:
         UsageError: something else, or more than 1 GiB of it; a peer's value that isn't such a one.
     """
     raw = pack(value)
-    sizes = world.gather_control(torch.tensor([len(raw)])).flatten().tolist()
+    sizes = world.gather_control(torch.tensor([len(raw)], device="cpu")).flatten().tolist()
     if not all(0 < size <= MAX_BYTES for size, alive in zip(sizes, world.alive, strict=True) if alive):
         raise UsageError(f"values of {sizes} bytes between ranks: expected at most {MAX_BYTES} from each")
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     rows = world.gather_control(padded)
     return [unpack(row[:size].numpy().tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)]
@@ -86,7 +86,7 @@ def _untagged(value: Any) -> Any:
 def _tensor(content: Any) -> torch.Tensor:
     name, shape, data = content
     raw = bytearray(base64.b64decode(data, validate=True))
-    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
     return flat.view(_dtype(name)).view(shape)
 
 

@@ -67,6 +67,13 @@ class TestReading:
             assert torch.equal(checkpoint.read("x", (slice(1, 1),)), x[1:1])
             assert checkpoint.bytes_read == 4 * 8 + 24 * 8
 
+    def test_it_is_read_to_the_host_whatever_device_is_torchs_default(self, folder):
+        x = torch.arange(24).view(2, 3, 4)
+        with Checkpoint(folder) as checkpoint, torch.device("meta"):
+            whole, cut = checkpoint.read("x"), checkpoint.read("x", (slice(0, 2), slice(1, 3), slice(1, 3)))
+        assert torch.equal(whole, x)
+        assert torch.equal(cut, x[:, 1:3, 1:3])
+
     @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.int8])
     def test_packed_dtypes_keep_their_bytes(self, tmp_path, dtype):
         codes = torch.arange(256, dtype=torch.uint8).view(16, 16)

@@ -47,6 +47,13 @@ def test_any_placement_gives_the_same_bits(pools, name: str, dispatcher: str, ph
     assert all(pools(4).run(jobs.placed, slots=PLACEMENTS[name], dispatcher=dispatcher, phase=phase))
 
 
+@pytest.mark.parametrize("shared_words", [True, False])
+def test_the_device_that_torch_makes_tensors_on_by_default_changes_nothing(pools, shared_words: bool) -> None:
+    """Programs set it to "cuda"; what ranks agree through, and what a placement is computed from, stays on the host."""
+    slots = (*range(E), 3, 0)
+    assert pools(2).run(jobs.elsewhere_by_default, slots=slots, shared_words=shared_words) == [True] * 2
+
+
 def test_an_expert_in_the_wrong_slot_is_seen(pools) -> None:
     slots = PLACEMENTS["reversed"]
     assert not all(pools(4).run(jobs.placed, slots=slots, held=(slots[1], slots[0], *slots[2:])))

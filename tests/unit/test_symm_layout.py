@@ -38,6 +38,13 @@ def test_rows_are_as_long_as_the_formats_say():
     assert (sizes["nvfp4"]["data"], sizes["nvfp4"]["scale"]) == (3584, 448)
 
 
+def test_the_host_reads_faults_on_the_host_whatever_device_is_torchs_default():
+    geometry = SymmGeometry(1, 4, 128, 4, "bf16")
+    bytes_ = torch.zeros(geometry.num_bytes, dtype=torch.uint8)
+    with torch.device("meta"):  # as a program's "cuda", whose memory can't be pinned
+        SymmetricMemory(geometry, 0, bytes_, [bytes_.data_ptr()]).raise_faults(1.0)
+
+
 def test_views_lie_where_the_kernels_write_whatever_r_came_before(monkeypatch):
     """They are kept from call to call; some of those may come in inference mode, and later ones write."""
     zeros = torch.zeros

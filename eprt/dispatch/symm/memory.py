@@ -93,7 +93,7 @@ class SymmetricMemory(RankMemory):
         self._nowhere: torch.Tensor | None = None  # where kernels write what is for lost ranks
         self._raised: tuple[torch.cuda.Stream, torch.Tensor] | None = None
         self._fault = torch.zeros(MAX_RANKS, dtype=torch.int32, device=device)
-        self._host_fault = torch.zeros(MAX_RANKS, dtype=torch.int32, pin_memory=memory.is_cuda)
+        self._host_fault = torch.zeros(MAX_RANKS, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
         self._seen_fault = self._host_fault.numpy().data  # one read of host memory, without a device sync
         self.states = torch.zeros(NUM_BUFFERS, 4, dtype=torch.int64, device=device)
         self.peers = [tuple(base + geometry.buffer_start(index) for base in bases) for index in range(NUM_BUFFERS)]
@@ -135,7 +135,7 @@ class SymmetricMemory(RankMemory):
         if not self._memory.is_cuda:
             return
         if self._raised is None:
-            flags = torch.full(self._flags.shape, 255, dtype=torch.uint8, pin_memory=True)
+            flags = torch.full(self._flags.shape, 255, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._raised = torch.cuda.Stream(self._memory.device), flags
         stream, flags = self._raised
         with torch.cuda.stream(stream):

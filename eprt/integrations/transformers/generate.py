@@ -271,7 +271,7 @@ def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[set[int], int]
     """Returns the tokens that end a sequence, and the one that pads short prompts and finished ones."""
     ends, pad = (option_of(model, options, name) for name in ("eos_token_id", "pad_token_id"))
     try:
-        stops: set[int] = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+        stops: set[int] = set() if ends is None else set(torch.as_tensor(ends, device="cpu").flatten().tolist())
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"eos_token_id={shown(ends)}: expected a token id, or a list of them") from error
     known = [*([] if pad is None else [int(pad)]), *sorted(stops)]

@@ -245,7 +245,7 @@ class _Source:
             raise ConfigError(
                 "the model's experts are on meta: say where they come from, parallelize(..., checkpoint=...)"
             )
-        held = torch.tensor(list(shard.experts))
+        held = torch.tensor(list(shard.experts), device="cpu")
         own = {name: tensor.detach()[held.to(tensor.device)].cpu() for name, tensor in whole.items()}
         for name, tensor in own.items():
             require_finite(tensor, f"{path}.{name} of experts {shown(shard.experts)}")

@@ -82,6 +82,28 @@ def placed(context, slots, **options):
     return all(found)
 
 
+def elsewhere_by_default(context, slots, shared_words):
+    """Whether rows are right where torch makes tensors on another device unless it is told: of a layer that was built,
+    moved and loaded so. Without `shared_words` ranks agree as those of several hosts do."""
+    world, weights = context.world(), [full_weights(layer) for layer in range(2)]
+    placements = [ExpertPlacement(E, world.parallel, tuple(order)) for order in (slots, reversed(slots))]
+    first, second = (share(w, p, world.rank) for w, p in zip(weights, placements, strict=True))
+    words, world._shared = world._shared, world._shared if shared_words else None
+    try:
+        with torch.device("meta"):
+            layer = ExpertParallelMoE(
+                CONFIG, world, first, runtime=RuntimeConfig(max_tokens_per_rank=16), placement=placements[0]
+            )
+            rebalance(world, [layer], placements[1:])
+            layer.load_experts(second)
+        x, ids, factors = batch(world.rank, 1)
+        with torch.device("meta"):
+            output = layer(x, TopK(ids, factors))
+    finally:
+        world._shared = words
+    return torch.equal(output, expected(x, ids, factors, 1))
+
+
 def different_placements(context):
     """What every rank hears when rank 1 was given another placement."""
     return said(lambda: build(context.world(), range(E) if context.rank != 1 else reversed(range(E))))
