@@ -249,7 +249,7 @@ def check_hidden(
         expected = "expected bfloat16 or float32; use .to(torch.bfloat16)"
     elif x.layout != torch.strided:
         expected = "expected a dense tensor; use .to_dense()"
-    elif lies_elsewhere(x, device):
+    elif x.device != device and lies_elsewhere(x, device):
         expected = f"the world runs on {device}; move it there"
     else:
         refused = next(((dtype, taker) for dtype, taker in only if x.dtype != dtype), None)
@@ -325,8 +325,8 @@ def check_output(expert_output: object, shape: tuple[int, ...], device: torch.de
     """Raises InputError unless `expert_output` fits the dispatched tokens."""
     if not isinstance(expert_output, torch.Tensor):
         raise InputError(f"expert_output is a {type(expert_output).__name__}: expected a tensor {shape}")
-    fits = tuple(expert_output.shape) == shape
-    if fits and expert_output.is_floating_point() and not lies_elsewhere(expert_output, device):
+    fits = tuple(expert_output.shape) == shape and expert_output.is_floating_point()
+    if fits and (expert_output.device == device or not lies_elsewhere(expert_output, device)):
         return
     raise InputError(
         f"expert_output is {tuple(expert_output.shape)} {expert_output.dtype} on {expert_output.device}: expected "

@@ -129,7 +129,8 @@ class ChosenSlots:
 
     def _placed(self, chosen: TopK, check_values: bool) -> TopK:
         chosen.check(self._config.top_k)
-        if lies_elsewhere(chosen.ids, self._world.device):
+        device = self._world.device
+        if chosen.ids.device != device and lies_elsewhere(chosen.ids, device):
             raise InputError(
                 f"topk_ids is on {chosen.ids.device}: the world runs on {self._world.device}; move it there"
             )
