@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 import torch
 from torch import nn
 
+from eprt.errors import CheckpointError
 from eprt.integrations.engine.bound import BoundLayer
 from eprt.integrations.engine.parameters import DENSE
 from eprt.integrations.sglang.state import SglangState
@@ -141,3 +144,85 @@ def test_a_loader_may_bring_all_of_a_ranks_experts_at_once() -> None:
             parameter.weight_loader(parameter, torch.ones(E, 1, ROWS), "weight", shard_id=shard, expert_id=0)
     assert bound.received.experts() == list(range(E))
     assert bound.received.complete
+
+
+@pytest.fixture
+def undefined() -> Iterator[None]:
+    """Memory that nobody has written holds NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("undefined")
+def test_what_a_loader_leaves_out_is_zero_as_engines_declare_it() -> None:
+    """gpt-oss's loader fills an eighth of 2880 columns into 384: of the last rank 192 are padding."""
+    layer = Experts()
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(torch.uint8)
+    bound_to(layer)
+    for e in range(E):
+        parameter = layer.w13_weight
+        parameter.weight_loader(parameter, torch.tensor(7), "name", "w1", e)
+    assert layer.w13_weight[:, 0].eq(7).all()
+    assert not layer.w13_weight[:, 1].any()
+
+
+@pytest.mark.usefixtures("undefined")
+def test_changes_alone_are_not_experts() -> None:
+    """Trainers send NaN where nothing changed, and the rest replaces what a parameter holds (verl's `delta_loader.py`,
+    NeMo-RL's `vllm_sparse_delta.py`). eprt has freed it."""
+    changes = torch.full((ROWS,), float("nan"))
+    changes[3] = 2.0
+
+    class Merged(Experts):
+        def load(self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int) -> None:
+            held = param.data[expert_id, int(shard_id == "w3")]
+            held.copy_(torch.where(changes.isnan(), held, changes))
+
+    layer = Merged()
+    bound = bound_to(layer)
+    bound.layer = built = Mock()
+    for e in range(E):
+        for shard in ("w1", "w2", "w3"):
+            load(layer, e, shard)
+    with pytest.raises(CheckpointError, match=r"w13_weight: some of its .* NaN; .*: send whole experts"):
+        bound.load(layer, DENSE, interleaved=False)
+    assert "holds old weights" in built.refuse_calls.call_args.args[0]
+
+
+@pytest.mark.usefixtures("undefined")
+@pytest.mark.parametrize("declared", ["by room", "anew"])
+def test_biases_that_no_checkpoint_has_are_none_after_an_update(declared: str) -> None:
+    """GPTQ's method declares them for every model. vLLM's layerwise reload makes undefined ones."""
+    layer = Experts()
+    layer.w13_bias = Parameter(torch.zeros(E, 2), requires_grad=False)
+    layer.w13_bias._weight_loader = layer.load
+    bound, layout = bound_to(layer), replace(DENSE, spare_biases=True)
+    bound.layer = built = Mock()
+    if declared == "anew":
+        for name, parameter in layer.named_parameters():
+            parameter.data = torch.empty(bound._freed[name][0])
+    for e in range(E):
+        for shard in ("w1", "w2", "w3"):
+            load(layer, e, shard)
+    bound.load(layer, layout, interleaved=False)
+    (given,) = built.load_experts.call_args.args
+    assert given.gate_up_bias is None
+    assert given.down.data[:, 0, 0].tolist() == [e + 1.0 for e in range(E)]
+
+
+def test_a_wrapped_loader_is_told_of_experts_too() -> None:
+    """ROLL quantises to FP8 in a wrapper that passes on what it doesn't know."""
+    layer = Experts()
+
+    def wrapper(param: Any, loaded_weight: Any, *args: Any, **kwargs: Any) -> None:
+        layer.load(param, loaded_weight, *args, **kwargs)
+
+    for parameter in layer.parameters():
+        parameter._weight_loader = wrapper
+    bound = bound_to(layer)
+    for shard, parameter in (("w1", layer.w13_weight), ("w2", layer.w2_weight), ("w3", layer.w13_weight)):
+        parameter.weight_loader(parameter, torch.ones(ROWS), "name", shard_id=shard, expert_id=3)
+    assert bound.received.experts() == [3]
+    assert not bound.received.complete

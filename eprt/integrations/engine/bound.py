@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from eprt.errors import EprtError, UsageError
-from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
+from eprt.integrations.engine.parameters import (
+    ParameterLayout,
+    Parameters,
+    expert_weights,
+    mark_unset,
+    require_numbers,
+)
 from eprt.integrations.engine.ranks import redistribute
 from eprt.integrations.engine.reloading import MATRICES, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
@@ -19,6 +25,8 @@ from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
 from eprt.world.agree import Header, exchange, shared_errors
+
+SPARE_BIASES = ("w13_bias", "w2_bias")  # see `ParameterLayout.spare_biases`
 
 
 class BoundLayer:
@@ -64,14 +72,19 @@ class BoundLayer:
         self._again = lambda: self.load(owner(), layout, interleaved=interleaved, canonical=canonical)
 
         def weights(rows: list[int] | None) -> ExpertWeights:
-            tensors = {n: p.data if rows is None else p.data[rows] for n, p in parameters.items()}
-            return expert_weights(layout, canonical(tensors), interleaved=interleaved)
+            tensors = canonical({n: p.data if rows is None else p.data[rows] for n, p in parameters.items()})
+            if self.layer is not None:
+                require_numbers(layout, tensors)
+            return expert_weights(layout, tensors, interleaved=interleaved)
 
         if self.layer is None:
             self.layer = self.state.build(self.binding, weights(None))
         else:
-            absent = {n: p for n, p in parameters.items() if n in layout.unset and not self.received.of(n)}
+            absent = {n: p for n, p in parameters.items() if not self.received.of(n)}
             mark_unset(layout, absent)
+            for name in SPARE_BIASES if layout.spare_biases else ():
+                if name in absent:
+                    absent[name].data.zero_()  # vLLM's layerwise reload leaves undefined what it doesn't load
             self._replace(self.layer, weights)
         for name, parameter in parameters.items():
             watch(layer, name, parameter, self.received, self._make_room)  # vLLM makes some anew before they are loaded
@@ -129,7 +142,10 @@ class BoundLayer:
                     other.finish()
             for name, parameter in freed.items():
                 shape, dtype, device = self._freed[name]
-                parameter.data = torch.empty(shape, dtype=dtype, device=device)
+                # Zeros, as engines declare them, where a loader leaves padding; NaN where it should leave nothing.
+                parameter.data = torch.zeros(shape, dtype=dtype, device=device)
+                if name in self.received.matrices and dtype.is_floating_point and dtype.itemsize > 1:
+                    parameter.data.fill_(float("nan"))
             if freed and self not in self.state.unfinished:
                 self.state.unfinished.append(self)
 

@@ -93,6 +93,18 @@ def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:
             parameters[name].data.fill_(float("nan"))
 
 
+def require_numbers(layout: ParameterLayout, parameters: Parameters) -> None:
+    """Checks new weights for NaN: what an update left out of parameters that were freed, or sent as a change of what
+    they held (deltas of trainers leave NaN where nothing changed). Raises CheckpointError."""
+    for name, values in parameters.items():
+        checked = values.is_floating_point() and values.itemsize > 1 and name not in layout.unset
+        if checked and bool(values.amax().isnan()):  # makes no mask as large as the weights
+            raise CheckpointError(
+                f"{name}: some of its new values are NaN; eprt frees an engine's parameters, so an update that sends "
+                "changes alone has nothing to add them to: send whole experts"
+            )
+
+
 def _require_loaded(name: str, parameters: Parameters) -> None:
     values = parameters.get(name)
     if values is None or not bool((missing := values.isnan()).any()):

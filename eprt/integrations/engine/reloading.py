@@ -115,6 +115,7 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
     if loader is None or hasattr(loader, "eprt"):
         return
     signature, owner = inspect.signature(loader), weakref.ref(layer)
+    others = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")  # a wrapper's
     bound = getattr(loader, "__self__", None) is layer
     function: Any = loader.__func__ if bound else loader
 
@@ -130,6 +131,7 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
     def noted(*args: Any, **kwargs: Any) -> Any:
         own: Any = owner()
         given = signature.bind(*args, **kwargs).arguments
+        given |= given.pop(others, {})
         target = next(iter(given.values()))
         expert = given.get("expert_id")
         local = WHOLE if expert is None else own._map_global_expert_id_to_local_expert_id(expert)
