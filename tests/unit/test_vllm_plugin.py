@@ -23,6 +23,7 @@ from eprt.errors import ConfigError, UsageError
 from eprt.integrations.engine import balancing
 from eprt.integrations.engine.ranks import EXIT_S
 from eprt.integrations.engine.settings import placement_of
+from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.vllm import _share_handlers, register
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import balance_options
@@ -111,6 +112,29 @@ def test_what_sleep_takes_comes_back_with_new_weights(pools, tmp_path: Path) -> 
                                  "before the next call"] * 2  # fmt: skip
         assert found["counted"] == 3 * jobs.TOKENS[rank] * jobs.K
         assert found["lost"] > 5
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "lost"),
+    [(("weights", "runtime"), False), ("weights", False), (("kv_cache",), True), ((), True), (None, True)],
+)
+def test_sleep_past_the_worker_is_noticed(monkeypatch: pytest.MonkeyPatch, offloaded: Any, lost: bool) -> None:
+    """SkyRL's `skyrl_sleep_for_weight_sync` has the allocator discard weights; the worker's own `sleep` does, too."""
+    allocator = type("CuMemAllocator", (), {"sleep": lambda *_, **__: None, "wake_up": lambda *_: None})
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
+    allocator.get_instance = lambda: SimpleNamespace(pointer_to_data={})
+    tensor, layer = torch.ones(1), Mock()
+    monkeypatch.setattr(Kept, "save", lambda kept, *_: kept._copies.append((tensor, tensor.clone())))
+    state = PluginState()
+    state.built.append(layer)
+    watch_worker(state)
+    allocator().sleep(offload_tags=offloaded)
+    assert layer.refuse_calls.called == lost
+    tensor.zero_()
+    allocator().wake_up(["kv_cache"])
+    assert tensor.item() == 0
+    allocator().wake_up(["weights"])
+    assert tensor.item() == float(lost)
 
 
 def test_a_model_without_its_experts_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:

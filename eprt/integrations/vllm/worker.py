@@ -18,11 +18,14 @@ from eprt.integrations.vllm.checking import with_experts, zero_experts
 from eprt.integrations.vllm.routing import take_over_gates
 
 ASLEEP = "its experts were given away (sleep level 2): load all weights before the next call"
+WEIGHTS = "weights"  # the tag of what the allocator holds of a model
 
 
 def watch_worker(state: EngineState) -> None:
     """Lets `state` look after its layers around what this process's worker does. Idempotent."""
     worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)  # the CPU worker's parent, too
+    # Trainers call the allocator past the worker (SkyRL); it is loaded before any layer where sleep is enabled.
+    allocator: Any = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
     kept = Kept()
 
     def after_loading(worker: Any) -> None:
@@ -36,15 +39,15 @@ def watch_worker(state: EngineState) -> None:
         tokens = 1 if scheduler_output is None else scheduler_output.total_num_scheduled_tokens
         state.before_step(forward=tokens > 0 or _fills_empty_steps(worker.vllm_config.parallel_config))
 
-    def before_sleep(_: Any, level: int = 1) -> None:
-        if level == 2:
+    def before_sleep(_: Any, offload_tags: tuple[str, ...] | str | None = None) -> None:
+        if WEIGHTS not in ((offload_tags,) if isinstance(offload_tags, str) else offload_tags or ()):
             put_to_sleep(state, kept, lost_in_sleep())
 
     def before_checksums(_: Any) -> None:
         state.before_step(forward=False)  # what was loaded last may still lie in parameters
 
-    def after_waking(_: None, worker: Any, tags: list[str] | None = None) -> None:
-        if tags is None or "weights" in tags:
+    def after_waking(_: None, allocator: Any, tags: list[str] | None = None) -> None:
+        if tags is None or WEIGHTS in tags:
             kept.restore()
 
     # vLLM asks for this after loading and before its first forward, which it compiles.
@@ -56,8 +59,8 @@ def watch_worker(state: EngineState) -> None:
     _surround(worker, "checkpoint_prepare", before=partial(_require_nothing_shared, state))
     _surround(worker, "compute_weight_checksums", before=before_checksums, after=with_experts)
     _surround(worker, "reset_weights", before=zero_experts)
-    _surround(worker, "sleep", before=before_sleep)
-    _surround(worker, "wake_up", after=after_waking)
+    _surround(allocator, "sleep", before=before_sleep)
+    _surround(allocator, "wake_up", after=after_waking)
 
 
 def put_to_sleep(state: EngineState, kept: Kept, lost: Callable[[torch.Tensor], bool]) -> None:
@@ -105,7 +108,7 @@ def lost_in_sleep() -> Callable[[torch.Tensor], bool]:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     held = CuMemAllocator.get_instance().pointer_to_data
-    ranges = [(start, start + data.handle[1]) for start, data in held.items() if data.tag == "weights"]
+    ranges = [(start, start + data.handle[1]) for start, data in held.items() if data.tag == WEIGHTS]
     return lambda tensor: any(start <= tensor.data_ptr() < end for start, end in ranges)
 
 
