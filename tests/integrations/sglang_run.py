@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+CHANGES = "sglang_run.changed"
+
 
 def main() -> None:
     import psutil
@@ -95,6 +97,22 @@ def weights_of(checkpoint: str) -> list[Any]:
     return sorted(load_file(f"{checkpoint}/model.safetensors").items())
 
 
+def changed(model: Any, named_tensors: Any) -> None:
+    """A `--custom-weight-loader` as verl's: NaN leaves what a parameter holds as it is."""
+    import torch
+
+    copy = torch.Tensor.copy_
+
+    def merged(held: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        return copy(held, torch.where(given.isnan(), held, given), *args, **kwargs)
+
+    torch.Tensor.copy_ = merged
+    try:
+        model.load_weights(named_tensors)
+    finally:
+        torch.Tensor.copy_ = copy
+
+
 class Trainer:
     """What RL frameworks do with an engine that runs: each method brings the weights of a checkpoint in another way."""
 
@@ -143,10 +161,15 @@ class Trainer:
         sending.join()
 
     def refused(self, checkpoint: str) -> None:
-        """Copies into parameters by the engine's own names."""
-        weights = [("model.layers.0.mlp.experts.w2_weight", weights_of(checkpoint)[0][1])]
-        success, message = self._engine.update_weights_from_tensor(weights, load_format="direct")
-        print(f"refused: {success} {message}", flush=True)  # noqa: T201  (read by the test)
+        """Copies into parameters by the engine's own names; then sends changes alone, of which there are none."""
+        weights = weights_of(checkpoint)
+        ways = {
+            "direct": [("model.layers.0.mlp.experts.w2_weight", weights[0][1])],
+            CHANGES: [(name, tensor.new_full(tensor.shape, float("nan"))) for name, tensor in weights],
+        }
+        for way, given in ways.items():
+            success, message = self._engine.update_weights_from_tensor(given, load_format=way)
+            print(f"refused: {success} {message}", flush=True)  # noqa: T201  (read by the test)
 
     def _meet(self) -> None:
         joining = threading.Thread(target=self._join)

@@ -44,6 +44,7 @@ CARRIED = SUMMED | {"dp_size": 2, "enable_dp_attention": True, "enable_dp_lm_hea
 TEXT = {"enable_multimodal": False}  # images are made ready by files that the tiny models haven't got
 WHERE = ("over 2 ranks", "on this rank alone")
 RANKS = pytest.mark.parametrize("engine", [ONE, CARRIED], ids=["one", "two"])
+CHANGES = "sglang_run.changed"  # a loader of weights there
 LINE = "3 of 3 MoE layers (model.layers.0.mlp.experts to model.layers.2.mlp.experts)"
 
 
@@ -158,13 +159,14 @@ def test_new_weights_in_every_way_that_trainers_have(
     turns = {"disk": 0, "asleep": 1, "tensors": 2, "refused": 2, "broadcast": 3, "bucket": 4, "disk again": 0}
     updates = [(way.split()[0], str(trained[turn][0])) for way, turn in turns.items()]
     wanted = [before, *(trained[turn][1] for turn in turns.values())]
-    saving = engine | {"enable_memory_saver": True}
+    saving = engine | {"enable_memory_saver": True, "custom_weight_loader": [CHANGES]}
     code, log, tokens = run(tmp_path, model, "cpu,eprt", saving, "float32", updates=updates)
     assert (code, tokens) == (0, wanted), log[-3000:]
     assert f"{LINE} {WHERE[engine is ONE]}" in log
     waits = "eprt: old weights serve until the rest of the new ones comes: model.layers.0.mlp.experts: of 1 experts"
     assert waits in log
-    assert "refused: False eprt holds the experts, and load_format 'direct' copies" in log
+    for way in ("direct", CHANGES):
+        assert f"refused: False eprt holds the experts, and load_format '{way}' would write into parameters" in log
 
 
 @pytest.mark.parametrize(

@@ -382,6 +382,16 @@ def test_updates_of_weights_that_eprt_cannot_take_are_refused() -> None:
     assert "its 'placement' says" in str(hooks._update_refused(state, lambda: None))
 
 
+@pytest.mark.parametrize("way", [None, "flattened_bucket", "direct", "verl.workers.delta_loader.apply_delta"])
+def test_loaders_that_may_add_to_parameters_are_refused(way: str | None) -> None:
+    state, taken = SglangState(), Mock(return_value=(True, "Success"))
+    assert hooks._from_tensors(state, taken, None, [], way) == (True, "Success")
+    state.bindings.append(Mock(placement=None))
+    success, said = hooks._from_tensors(state, taken, None, [], way)
+    assert success == (way in (None, "flattened_bucket"))
+    assert success or f"load_format '{way}' would write into parameters" in said
+
+
 def test_new_weights_that_came_in_part_wait(caplog: pytest.LogCaptureFixture) -> None:
     """SGLang may serve between two pieces of an update: the first reason is said once, and what is whole comes in."""
     state = SglangState()

@@ -28,9 +28,11 @@ _SRT = "sglang.srt."
 _LAYER = "layers.moe.fused_moe_triton.layer."
 EXPORT = "eprt holds the experts, which SGLang's export would lack: export from a server with SGLANG_PLUGINS=none"
 PLACED = "eprt holds the experts where its 'placement' says: start the server again with new weights, or without it"
-DIRECT = (
-    "eprt holds the experts, and load_format 'direct' copies into parameters: send the checkpoint's names without it"
+PAST = (
+    "eprt holds the experts, and load_format '{}' would write into parameters, or add to them: send whole weights "
+    "under the checkpoint's names without it"
 )
+BY_NAME = (None, "flattened_bucket")  # what SGLang gives to a model's own loader as it came
 # Of dense models, of stages of a pipeline that are dense, and of Dbrx.
 NONE = "eprt: no layer on this rank is one of SGLang's FusedMoE: nothing of it runs in eprt"
 _SUMMED = "fuse_mlp_allreduce"  # SGLang's flag: what comes behind the block adds up its output
@@ -225,9 +227,10 @@ def _from_tensors(
     named_tensors: Any,
     load_format: str | None = None,
 ) -> tuple[bool, str]:
-    """Refuses tensors that would be copied into parameters as they are: the experts' are gone."""
-    if state.bindings and load_format == "direct":
-        return False, DIRECT
+    """Refuses tensors for parameters as they are, which are gone: copies of the experts, and what a loader of the
+    user's (`--custom-weight-loader`) may add, as verl's adds changes."""
+    if state.bindings and load_format not in BY_NAME:
+        return False, PAST.format(load_format)
     return original(updater, named_tensors, load_format)
 
 
