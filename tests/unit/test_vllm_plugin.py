@@ -137,6 +137,23 @@ def test_sleep_past_the_worker_is_noticed(monkeypatch: pytest.MonkeyPatch, offlo
     assert tensor.item() == float(lost)
 
 
+def test_a_trainers_worker_is_told_once_how_experts_come(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """NeMo-RL's reshard and prime-rl's kernel format write into parameters, and fail with a shape of (0,)."""
+    current = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls="trainer.Extension"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace(get_tp_group=Mock))
+    for name in ("runtime_config", "gathered_ranks", "require_lost_in_sleep", "captures_graphs"):
+        monkeypatch.setattr(f"eprt.integrations.vllm.state.{name}", Mock())
+    monkeypatch.setattr("eprt.integrations.vllm.state._current", lambda: current)
+    state = PluginState()
+    monkeypatch.setattr(state, "reports", lambda: True)
+    monkeypatch.setattr(state, "bind_layer", lambda *_, **__: state.bindings.append(Mock()))
+    with caplog.at_level(logging.INFO, logger="vllm.eprt"):
+        for name in ("layers.0", "layers.1"):
+            state.bind(name, Mock(), Mock())
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("eprt: trainer.Extension can send experts through `model.load_weights` or vLLM's reload")
+
+
 def test_a_model_without_its_experts_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     saves = Mock()
     worker = type("Worker", (), {"save_sharded_state": lambda _, path: saves(path)})

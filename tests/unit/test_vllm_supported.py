@@ -274,6 +274,19 @@ def test_fp8_blocks_over_alternating_rows_are_left() -> None:
         moe_config(routed(), named("Fp8MoEMethod", weight_block_size=[128, 128]))
 
 
+def test_parameters_that_another_package_declares_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROLL's FP8 ends the engine at its start where no kernel was chosen."""
+
+    def create_weights(*_: Any) -> None:
+        raise AssertionError
+
+    create_weights.__module__ = "roll.third_party.vllm.fp8"
+    method = named("GptOssMxfp4MoEMethod")
+    monkeypatch.setattr(type(method), "create_weights", create_weights, raising=False)
+    with pytest.raises(FallsBackToEngine, match=r"roll\.third_party\.vllm\.fp8 has replaced what declares"):
+        moe_config(routed(), method)
+
+
 def test_the_plan_is_pinned() -> None:
     plan, runtime = choose(GPT_OSS, TWO_RANKS, RuntimeConfig(), HOPPER, captured=True)
     assert (runtime.dispatcher, runtime.executor) == (plan.dispatcher, plan.executor)

@@ -29,6 +29,10 @@ from eprt.integrations.vllm.worker import watch_worker
 from eprt.world import World
 
 MEMORY = "eprt_memory"  # in `additional_config`
+EXTENSION = (
+    "eprt: %s can send experts through `model.load_weights` or vLLM's reload alone: their parameters are freed once "
+    "they are loaded, and what writes into these itself fails"
+)
 
 
 @dataclass
@@ -94,6 +98,9 @@ class PluginState(EngineState):
 
         watch_worker(self)
         current, sharing = _current(), sharing_of(moe)
+        extension = getattr(current.parallel_config, "worker_extension_cls", "")
+        if extension and not self.bindings and self.reports():
+            self.logger.info(EXTENSION, extension)
         require_lost_in_sleep(name, current)
         tp_size = 1 if sharing == "local" else get_tp_group().world_size
         runtime = runtime_config(current, tp_size, gathered_ranks(moe))

@@ -142,6 +142,7 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     fused = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
     parallel = moe.moe_parallel_config
     sums = parallel.use_ep and (moe.skip_final_all_reduce or bool(loaded(SUMMING)))
+    foreign = _replaced(method, "create_weights")
     apart = parallel.use_ep and parallel.dp_size > 1 and layer.layer_name.endswith(BY_KIND)
     reasons = [
         (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
@@ -151,6 +152,7 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
         (fused != 0, "shared experts are fused with the routed ones"),
         *on_input(layer.apply_router_weight_on_input, moe.experts_per_token, method),
         (sums, "the model sums this layer's partial outputs itself"),
+        (bool(foreign), f"{foreign} has replaced what declares the experts' parameters"),
         (
             apart,
             "data-parallel ranks call it only in steps in which they have an image, or text; without "
@@ -167,6 +169,14 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     fall_back([(alternating, "FP8 blocks over rows that alternate gate, up")])
     require_whole_scales(found, part, moe.tp_size, moe.in_dtype)
     return found
+
+
+def _replaced(method: Any, name: str) -> str:
+    """Returns the module whose function stands in for a method's own in its class, or "": ROLL's FP8, say, which asks
+    which kernel was chosen, and quantises in loaders."""
+    owner = next((kind for kind in type(method).__mro__ if name in vars(kind)), None)
+    module = "" if owner is None else vars(owner)[name].__module__
+    return "" if owner is None or module == owner.__module__ else module
 
 
 def gathered_ranks(moe: Any) -> int:
