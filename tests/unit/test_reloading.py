@@ -191,6 +191,20 @@ def test_changes_alone_are_not_experts() -> None:
     assert "holds old weights" in built.refuse_calls.call_args.args[0]
 
 
+def test_scales_that_an_update_leaves_out_are_missed() -> None:
+    """An engine that began with dummy weights doesn't know what parts an expert has."""
+    layer = Experts()
+    layer.w13_weight_scale = Parameter(torch.ones(E, 2), requires_grad=False)
+    layer.w13_weight_scale._weight_loader = layer.load
+    bound = bound_to(layer)
+    bound.layer = Mock()
+    for e in range(E):
+        for shard in ("w1", "w2", "w3"):
+            load(layer, e, shard)
+    with pytest.raises(CheckpointError, match="w13_weight_scale: some of its new values are NaN"):
+        bound.load(layer, DENSE, interleaved=False)
+
+
 @pytest.mark.usefixtures("undefined")
 @pytest.mark.parametrize("declared", ["by room", "anew"])
 def test_biases_that_no_checkpoint_has_are_none_after_an_update(declared: str) -> None:

@@ -142,10 +142,9 @@ class BoundLayer:
                     other.finish()
             for name, parameter in freed.items():
                 shape, dtype, device = self._freed[name]
-                # Zeros, as engines declare them, where a loader leaves padding; NaN where it should leave nothing.
-                parameter.data = torch.zeros(shape, dtype=dtype, device=device)
-                if name in self.received.matrices and dtype.is_floating_point and dtype.itemsize > 1:
-                    parameter.data.fill_(float("nan"))
+                parameter.data = torch.zeros(shape, dtype=dtype, device=device)  # bytes and biases may have padding
+                if dtype.is_floating_point and dtype.itemsize > 1 and not name.endswith("bias"):
+                    parameter.data.fill_(float("nan"))  # of which none may be left: `require_numbers`
             if freed and self not in self.state.unfinished:
                 self.state.unfinished.append(self)
 

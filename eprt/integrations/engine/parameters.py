@@ -95,13 +95,15 @@ def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:
 
 def require_numbers(layout: ParameterLayout, parameters: Parameters) -> None:
     """Checks new weights for NaN: what an update left out of parameters that were freed, or sent as a change of what
-    they held (deltas of trainers leave NaN where nothing changed). Raises CheckpointError."""
+    they held (trainers that send changes have NaN where nothing changed). Raises CheckpointError."""
     for name, values in parameters.items():
-        checked = values.is_floating_point() and values.itemsize > 1 and name not in layout.unset
-        if checked and bool(values.amax().isnan()):  # makes no mask as large as the weights
+        checked = values.is_floating_point() and values.itemsize > 1 and values.numel() > 0
+        if not checked or name in (*layout.unset, *INPUT_SCALES):
+            continue
+        if bool(values.amax().isnan()):  # makes no mask as large as the weights
             raise CheckpointError(
-                f"{name}: some of its new values are NaN; eprt frees an engine's parameters, so an update that sends "
-                "changes alone has nothing to add them to: send whole experts"
+                f"{name}: some of its new values are NaN; eprt frees an engine's parameters, so an update that leaves "
+                "values out, or sends changes alone, has nothing to add them to: send whole experts"
             )
 
 
