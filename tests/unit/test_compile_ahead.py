@@ -213,8 +213,14 @@ def test_every_number_of_tokens_is_warmed_up(form, payload):
 
 @pytest.mark.parametrize(
     ("form", "E", "K", "H", "I"),
-    [("fp8_block", 256, 8, 7168, 256), ("fp8_block", 256, 8, 3072, 384), ("fp8_channel", 16, 1, 512, 8192)]
-    + [("mxfp4", 32, 4, 256, 4096), ("int4", 8, 2, 256, 14336), ("bf16", 128, 8, 256, 192)],
+    [
+        ("fp8_block", 256, 8, 7168, 256),
+        ("fp8_block", 256, 8, 3072, 384),
+        ("fp8_channel", 16, 1, 512, 8192),
+        ("mxfp4", 32, 4, 256, 4096),
+        ("int4", 8, 2, 256, 14336),
+        ("bf16", 128, 8, 256, 192),
+    ],
 )
 def test_every_number_of_few_tokens_is_warmed_up(form, E, K, H, I):
     """Tiles of a few rows go by their number and by the length of sums, too."""
