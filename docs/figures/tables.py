@@ -200,6 +200,23 @@ def experts() -> str:
     return f"{table(['experts, tokens of all ranks', *tokens], lines)}\n\n" + "\n".join(map(source, EXPERTS))
 
 
+def models() -> str:
+    """Ours / vLLM's by model and number format; where it changed since, both."""
+    name = "experts_models_h200"
+    rows = result(name)["rows"]
+    tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
+    for model, form in dict.fromkeys((r["model"], r["weight_format"]) for r in rows):
+        own = [r for r in rows if (r["model"], r["weight_format"]) == (model, form)]
+        ours, theirs = [{r["tokens"]: r for r in own if (r["executor"] == OURS) is mine} for mine in (True, False)]
+
+        def cell(n: int, ours: Any = ours, theirs: Any = theirs) -> str:
+            before, now = (ratio(us, theirs[n]["us"]) for us in (ours[n]["us"], ours[n].get("now_us", ours[n]["us"])))
+            return before if before == now else f"{now} ({before})"
+
+        lines.append([form, *line(model, tokens, cell)])
+    return f"{table(['weights', 'model, tokens', *tokens], lines)}\n\n{source(name)}"
+
+
 def expert_lines(rows: Rows, tokens: list[int]) -> list[list[str]]:
     """Of one shape: every executor's times, the fastest in all first, and the floor."""
 
@@ -422,6 +439,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "router": router,
     "step": step,
     "experts": experts,
+    "models": models,
     "peers": lambda: peers((BASELINES,), floor=False),
     "int4": lambda: peers(("experts_int4_h200",), floor=True),
     "geglu": lambda: peers(("experts_gemma4_h200",), floor=True),

@@ -259,7 +259,7 @@ FEW: dict[Pair, tuple[FewTokens, ...]] = {
     "i4a16": (FewTokens(2, FewTile(64, 128, halves=2), FewTile(64, 128, ahead=3)),),
 }
 
-# Of bf16, for a second matrix of at most SHORT columns: Qwen3-235B-A22B (TP 8) takes 99.6 us at 16 tokens for 119.3.
+# Of bf16, for a second matrix of at most SHORT columns: Qwen3-235B-A22B (TP 8) takes 102 us at 16 tokens for 119.
 SHORT, SHORT_TILE = 384, FewTile(128, 64, 3)
 # As many programs as an H200 holds at once, and as many columns as each has at least: of 4 bits more programs share K
 # where there are too few. Mixtral's INT4 takes 66.2 us at 1 token for 111.1, Llama-4-Scout's 31.0 for 57.9.
