@@ -117,8 +117,8 @@ class StepGraphs:
 
         Args:
             num_tokens: T >= 0; inside a `World.step`, what it was opened with.
-            inputs: [T, ...] of each; copied in stream order, so pinned host memory must stay as it is until the step has
-                run. May be left out where T is 0.
+            inputs: [T, ...] of each; copied in stream order, so pinned host memory must stay as it is until the step
+                has run. May be left out where T is 0.
 
         Returns:
             what forward returned, cut to [T, ...]: views that the next call overwrites. They are ready in stream order;
