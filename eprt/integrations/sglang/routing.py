@@ -13,17 +13,13 @@ from eprt.integrations.engine.routing import biased_sigmoid, take_over, unrouted
 from eprt.integrations.sglang.method import output_scale
 
 # Blocks that give the logits of a gate of this name to their `topk` as they are, and both what the experts get.
-_GATES = {
-    "Qwen3MoeSparseMoeBlock": "gate",
-    "GptOssSparseMoeBlock": "router",
-    "MixtralMoE": "gate",
-    "OlmoeMoE": "gate",
-    "DeepseekV2MoE": "gate",
-    "Glm4MoeSparseMoeBlock": "gate",
-    "Glm4MoeLiteSparseMoeBlock": "gate",
-    "MiniMaxM2MoE": "gate",
-    "Qwen2MoeSparseMoeBlock": "gate",
-}
+_GATES = {"GptOssSparseMoeBlock": "router"} | dict.fromkeys(
+    (
+        *("Qwen3MoeSparseMoeBlock", "MixtralMoE", "OlmoeMoE", "DeepseekV2MoE", "Glm4MoeSparseMoeBlock"),
+        *("Glm4MoeLiteSparseMoeBlock", "MiniMaxM2MoE", "Qwen2MoeSparseMoeBlock"),
+    ),
+    "gate",
+)
 
 
 def take_over_gates(model: nn.Module) -> None:

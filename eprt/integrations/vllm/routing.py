@@ -13,16 +13,10 @@ from eprt.config import Routing
 from eprt.integrations.engine.routing import biased_sigmoid, take_over, unrouted
 
 # Blocks that call a gate of their own, under this name, and give its logits to the experts as they are.
-_CALL_GATE = {
-    "MLPBlock": "router",
-    "MixtralMoE": "gate",
-    "OlmoeMoE": "gate",
-    "GraniteMoeMoE": "gate",
-    "Glm4MoE": "gate",
-    "Glm4MoeLite": "gate",
-    "MiniMaxM2MoE": "gate",
-    "Qwen2MoeSparseMoeBlock": "gate",
-}
+_CALL_GATE = {"MLPBlock": "router"} | dict.fromkeys(
+    ("MixtralMoE", "OlmoeMoE", "GraniteMoeMoE", "Glm4MoE", "Glm4MoeLite", "MiniMaxM2MoE", "Qwen2MoeSparseMoeBlock"),
+    "gate",
+)
 _CORRECTION = "e_score_correction_bias"
 GATES = "eprt_gates"  # in `additional_config`, which is part of the key to vLLM's compiled graphs
 
