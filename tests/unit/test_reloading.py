@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from eprt.errors import CheckpointError
 from eprt.integrations.engine.bound import BoundLayer
 from eprt.integrations.engine.parameters import DENSE
 from eprt.integrations.sglang.state import SglangState
+from eprt.weights import Dense, Fp8Channel
 
 E, ROWS = 8, 16
 
@@ -168,6 +170,36 @@ def test_what_a_loader_leaves_out_is_zero_as_engines_declare_it() -> None:
     assert not layer.w13_weight[:, 1].any()
 
 
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_padding_of_memory_that_an_engine_made_anew_is_zero(byte: int) -> None:
+    """vLLM's layerwise reload makes undefined parameters, which the same loader doesn't fill."""
+
+    class Narrow(Experts):
+        def load(self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int) -> None:
+            param.data[expert_id, int(shard_id == "w3"), : ROWS // 2] = loaded_weight
+
+    layer = Narrow()
+    layer.w13_bias = Parameter(torch.zeros(E, 2, ROWS, dtype=torch.bfloat16), requires_grad=False)
+    layer.w13_bias._weight_loader = layer.load
+    for parameter in (layer.w13_weight, layer.w2_weight):
+        parameter.data = parameter.data.to(torch.uint8)
+    bound = bound_to(layer)
+    bound.layer = built = Mock()
+    for name, parameter in layer.named_parameters():
+        shape, dtype, _ = bound._freed[name]
+        parameter.data = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), byte, dtype=torch.uint8).view(dtype)
+    for e in range(E):
+        for shard in ("w1", "w3"):
+            for parameter in (layer.w13_weight, layer.w13_bias):
+                parameter.weight_loader(parameter, torch.tensor(7), "name", shard, e)
+        layer.w2_weight.weight_loader(layer.w2_weight, torch.tensor(7), "name", "w2", e)
+    bound.load(layer, DENSE, interleaved=False)
+    (given,) = built.load_experts.call_args.args
+    for found in (given.gate_up.data, given.gate_up_bias):
+        assert found[..., : ROWS // 2].eq(7).all()
+        assert not found[..., ROWS // 2 :].any()
+
+
 @pytest.mark.usefixtures("undefined")
 def test_changes_alone_are_not_experts() -> None:
     """Trainers send NaN where nothing changed, and the rest replaces what a parameter holds (verl's `delta_loader.py`,
@@ -186,23 +218,31 @@ def test_changes_alone_are_not_experts() -> None:
     for e in range(E):
         for shard in ("w1", "w2", "w3"):
             load(layer, e, shard)
-    with pytest.raises(CheckpointError, match=r"w13_weight: some of its .* NaN; .*: send whole experts"):
+    with pytest.raises(CheckpointError, match=r"data of w13: some of its .* NaN; .*: send whole experts"):
         bound.load(layer, DENSE, interleaved=False)
     assert "holds old weights" in built.refuse_calls.call_args.args[0]
 
 
-def test_scales_that_an_update_leaves_out_are_missed() -> None:
-    """An engine that began with dummy weights doesn't know what parts an expert has."""
+@pytest.mark.parametrize(("read", "refused"), [(True, True), (False, False)])
+def test_scales_that_an_update_leaves_out_are_missed_where_they_are_read(read: bool, refused: bool) -> None:
+    """An engine that began with dummy weights doesn't know what parts an expert has. SGLang declares scales, too, for
+    experts that it quantises itself, and nobody writes them; so INT4's shapes in vLLM."""
     layer = Experts()
-    layer.w13_weight_scale = Parameter(torch.ones(E, 2), requires_grad=False)
-    layer.w13_weight_scale._weight_loader = layer.load
+    for name in ("w13", "w2"):
+        scale = Parameter(torch.ones(E, 2 if name == "w13" else 1, ROWS), requires_grad=False)
+        scale._weight_loader = layer.load
+        setattr(layer, f"{name}_weight_scale", scale)
     bound = bound_to(layer)
-    bound.layer = Mock()
+    bound.layer = built = Mock()
     for e in range(E):
         for shard in ("w1", "w2", "w3"):
             load(layer, e, shard)
-    with pytest.raises(CheckpointError, match="w13_weight_scale: some of its new values are NaN"):
-        bound.load(layer, DENSE, interleaved=False)
+    by_channel = replace(
+        DENSE, matrices=lambda p: (Fp8Channel(p["w13_weight"], p["w13_weight_scale"]), Dense(p["w2_weight"]))
+    )
+    with pytest.raises(CheckpointError, match="scale of w13: some") if refused else nullcontext():
+        bound.load(layer, by_channel if read else DENSE, interleaved=False)
+    assert built.load_experts.called != refused
 
 
 @pytest.mark.usefixtures("undefined")

@@ -34,7 +34,7 @@ from eprt.support import Device
 from eprt.weights import FP8_BLOCK
 
 _CPU_PROGRAMS = 3  # the interpreter runs them one after another: a few, so that each takes several tiles
-_OF_META = 132  # multiprocessors of a GPU that isn't here, an H100's: no kernel depends on it
+_OF_META = 132  # multiprocessors of a GPU that isn't here, an H100's; some kernels of few rows depend on it
 # Triton versions the warp-specialized kernel was compiled with: Gluon is experimental, and changes.
 _GLUON_TRITON = (3, 6), (3, 9)
 _QUANTIZED_AT_ONCE = 8192  # values per program: 64 per thread
@@ -118,7 +118,7 @@ class Gemm:
         data = rows.data
         if tile.warp_specialized and not self._fits_warp_specialized(data, out, rows.scale):
             tile = tile.plain
-        elif tile.warp_specialized and schedule.m == 16:
+        elif tile.warp_specialized and schedule.m == 16 and data.dim() == 2:  # of slabs, bounds say little
             tiles = (work.bound - work.bound // (schedule.m + 1)) * ceil_div(self.matrix.rows, tile.n)
             tile = one_round(tile, self.pair, tiles, self.matrix.cols, self._chip.multiprocessors)
         x_tma = rows.source is None and data.dim() == 2 and (tile.warp_specialized or (tile.tma and self._chip.hopper))

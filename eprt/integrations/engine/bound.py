@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 from eprt.errors import EprtError, UsageError
-from eprt.integrations.engine.parameters import (
-    ParameterLayout,
-    Parameters,
-    expert_weights,
-    mark_unset,
-    require_numbers,
-)
+from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
 from eprt.integrations.engine.ranks import redistribute
 from eprt.integrations.engine.reloading import MATRICES, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
@@ -25,8 +19,6 @@ from eprt.layer import ExpertParallelMoE
 from eprt.tokens import TopK
 from eprt.weights import ExpertWeights
 from eprt.world.agree import Header, exchange, shared_errors
-
-SPARE_BIASES = ("w13_bias", "w2_bias")  # see `ParameterLayout.spare_biases`
 
 
 class BoundLayer:
@@ -38,6 +30,7 @@ class BoundLayer:
         self.parameters: tuple[str, ...] = ()  # the experts': the engine's module may hold its router's, too
         self.received = Received(binding.name, binding.config.num_experts // binding.world.parallel.ep_size)
         self._freed: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}  # what parameters were like
+        self._begun: dict[str, int] = {}  # where the memory lies that new weights are loaded into
 
     def declared(self, own: dict[str, Any], layout: ParameterLayout, layer: Any) -> None:
         """Notes the parameters that the method has just declared in the engine's module, and what their loaders write
@@ -73,24 +66,21 @@ class BoundLayer:
 
         def weights(rows: list[int] | None) -> ExpertWeights:
             tensors = canonical({n: p.data if rows is None else p.data[rows] for n, p in parameters.items()})
-            if self.layer is not None:
-                require_numbers(layout, tensors)
-            return expert_weights(layout, tensors, interleaved=interleaved)
+            return expert_weights(layout, tensors, interleaved=interleaved, again=self.layer is not None)
 
         if self.layer is None:
             self.layer = self.state.build(self.binding, weights(None))
         else:
-            absent = {n: p for n, p in parameters.items() if not self.received.of(n)}
-            mark_unset(layout, absent)
-            for name in SPARE_BIASES if layout.spare_biases else ():
-                if name in absent:
-                    absent[name].data.zero_()  # vLLM's layerwise reload leaves undefined what it doesn't load
+            for name, parameter in parameters.items():
+                if not self.received.of(name):
+                    self._declare(name, parameter)  # vLLM's layerwise reload leaves undefined what it doesn't load
             self._replace(self.layer, weights)
         for name, parameter in parameters.items():
             watch(layer, name, parameter, self.received, self._make_room)  # vLLM makes some anew before they are loaded
             if parameter.numel():
                 self._freed[name] = parameter.shape, parameter.dtype, parameter.device
                 parameter.data = parameter.data.new_empty(0)
+        self._begun.clear()
         self.received.forget()
 
     def finish(self) -> None:
@@ -131,10 +121,21 @@ class BoundLayer:
     def _own(self, module: Any) -> dict[str, Any]:
         return {name: module.get_parameter(name) for name in self.parameters}
 
-    def _make_room(self) -> None:
-        """Gives freed parameters memory, before a loader writes into them. Layers that have all of theirs come first,
-        so that one layer's lies beside the model."""
+    def _make_room(self, name: str, target: Any) -> None:
+        """Gives freed parameters memory, before a loader writes into one, `target`; layers that have all of theirs come
+        first, so that one layer's lies beside the model. What memory holds that an engine made anew is undefined: it
+        becomes what `_declare` says."""
+
+        def begun() -> bool:
+            return target.numel() > 0 and (self.layer is None or self._begun.get(name) == target.data_ptr())
+
+        if begun():
+            return
         with self.state.loading:
+            if target.numel() > 0:
+                if not begun():  # by another thread
+                    self._declare(name, target)
+                return
             own = self._own(self._module())
             freed = {n: p for n, p in own.items() if p.numel() == 0 and n in self._freed}
             for other in tuple(self.state.unfinished) if freed else ():
@@ -142,11 +143,17 @@ class BoundLayer:
                     other.finish()
             for name, parameter in freed.items():
                 shape, dtype, device = self._freed[name]
-                parameter.data = torch.zeros(shape, dtype=dtype, device=device)  # bytes and biases may have padding
-                if dtype.is_floating_point and dtype.itemsize > 1 and not name.endswith("bias"):
-                    parameter.data.fill_(float("nan"))  # of which none may be left: `require_numbers`
+                parameter.data = torch.empty(shape, dtype=dtype, device=device)
+                self._declare(name, parameter)
             if freed and self not in self.state.unfinished:
                 self.state.unfinished.append(self)
+
+    def _declare(self, name: str, parameter: Any) -> None:
+        """Fills memory as engines declare it: with zeros, as bytes and biases may have padding that nobody writes. Of
+        other numbers, which become NaN, none may stay so (`expert_weights`)."""
+        numbers = parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1 and not name.endswith("bias")
+        parameter.data.fill_(float("nan")) if numbers else parameter.data.zero_()
+        self._begun[name] = parameter.data_ptr()
 
     def ready(self) -> ExpertParallelMoE:
         """Returns the layer for a call; the first one warms up every layer. Raises UsageError before loading."""

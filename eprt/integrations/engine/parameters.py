@@ -56,17 +56,24 @@ def layout_in(layouts: Mapping[str, ParameterLayout], method: object) -> Paramet
     return layouts[name]
 
 
-def expert_weights(layout: ParameterLayout, parameters: Parameters, *, interleaved: bool) -> ExpertWeights:
+def expert_weights(
+    layout: ParameterLayout, parameters: Parameters, *, interleaved: bool, again: bool = False
+) -> ExpertWeights:
     """Returns views of the parameters where their order is eprt's, copies of w13 where its rows alternate.
 
+    Args:
+        again: they were freed since they were loaded at first.
+
     Raises:
-        CheckpointError: a scale that the checkpoint should have had.
+        CheckpointError: a scale that the checkpoint should have had, or what `_require_numbers` refuses.
     """
     for name in layout.unset:
         _require_loaded(name, parameters)
     up, down = layout.matrices(parameters)
     given = (parameters.get(f"{name}_bias") for name in ("w13", "w2"))
     bias, down_bias = (None if b is None or (layout.spare_biases and not b.any()) else b for b in given)
+    for name, matrix, own_bias in (("w13", up, bias), ("w2", down, down_bias)) if again else ():
+        _require_numbers(name, matrix.tensors() | ({} if own_bias is None else {"bias": own_bias}))
     if interleaved:
         up, bias = up.map(partial(split_alternating, dim=1)), None if bias is None else split_alternating(bias, dim=1)
     if layout.online is not None and isinstance(up, Dense) and isinstance(down, Dense):
@@ -93,17 +100,15 @@ def mark_unset(layout: ParameterLayout, parameters: Parameters) -> None:
             parameters[name].data.fill_(float("nan"))
 
 
-def require_numbers(layout: ParameterLayout, parameters: Parameters) -> None:
-    """Checks new weights for NaN: what an update left out of parameters that were freed, or sent as a change of what
-    they held (trainers that send changes have NaN where nothing changed). Raises CheckpointError."""
-    for name, values in parameters.items():
+def _require_numbers(matrix: str, tensors: Parameters) -> None:
+    """Checks a matrix's new numbers for NaN: what an update left out of parameters that were freed, or sent as a change
+    of what they held (trainers that send changes have NaN where nothing changed). Raises CheckpointError."""
+    for name, values in tensors.items():
         checked = values.is_floating_point() and values.itemsize > 1 and values.numel() > 0
-        if not checked or name in (*layout.unset, *INPUT_SCALES):
-            continue
-        if bool(values.amax().isnan()):  # makes no mask as large as the weights
+        if checked and bool(values.amax().isnan()):  # makes no mask as large as the weights
             raise CheckpointError(
-                f"{name}: some of its new values are NaN; eprt frees an engine's parameters, so an update that leaves "
-                "values out, or sends changes alone, has nothing to add them to: send whole experts"
+                f"{name} of {matrix}: some of its new values are NaN; eprt frees an engine's parameters, so an update "
+                "that leaves values out, or sends changes alone, has nothing to add them to: send whole experts"
             )
 
 

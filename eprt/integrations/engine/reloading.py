@@ -105,9 +105,9 @@ class Received:
         self._parts.clear()
 
 
-def watch(layer: Any, name: str, parameter: Any, received: Received, room: Callable[[], None]) -> None:
-    """Replaces a parameter's loader, and its `copy_`, by ones that call `room` where the parameter was freed, and note
-    what they wrote. vLLM's gpt-oss in bf16 copies whole parameters and calls no loader. Idempotent.
+def watch(layer: Any, name: str, parameter: Any, received: Received, room: Callable[[str, Any], None]) -> None:
+    """Replaces a parameter's loader, and its `copy_`, by ones that call `room` with its name and itself, and note what
+    they wrote. vLLM's gpt-oss in bf16 copies whole parameters and calls no loader. Idempotent.
 
     They hold no reference to the layer: vLLM keeps loaders for as long as the layer lives.
     """
@@ -121,8 +121,7 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
 
     @contextmanager
     def writing(target: Any, experts: Iterable[int], shard: str) -> Iterator[None]:
-        if target.numel() == 0:
-            room()
+        room(name, target)
         yield
         for expert in experts:
             received.add(name, expert, shard)  # not before: another thread may take what is complete
