@@ -215,12 +215,13 @@ def test_fp8_block_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_
 def test_packed_tokens_are_those_of_transformers(
     dialect: str, format: str, seed: int, engine: dict[str, Any], tmp_path: Path
 ) -> None:
-    """SGLang loads the file's own tensors, in bfloat16 alone; transformers has the same numbers decoded, in float32. Of
-    plain ones eprt makes FP8."""
+    """SGLang loads the file's own tensors, in bfloat16 alone, and an update brings them again; transformers has the same
+    numbers decoded, in float32. Of plain ones eprt makes FP8."""
     prompts = [PROMPTS[0], PROMPTS[3]]
     want, lead = by_transformers(packed_model(tmp_path / "model", dialect, seed), prompts)
     assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation
-    log = answered(tmp_path, tmp_path / "model", engine, "bfloat16", want, prompts=prompts)
+    updates = [("disk", str(tmp_path / "model"))]
+    log = answered(tmp_path, tmp_path / "model", engine, "bfloat16", [want] * 2, prompts=prompts, updates=updates)
     assert f"{format}, {4 if engine is SUMMED else 8} experts, top-2" in log
 
 
