@@ -9,7 +9,7 @@ python=${PYTHON:-python3}
 unset PYTHONDONTWRITEBYTECODE
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest "$@" | tee "$log"
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest "$@" | tee "$log"
 if ! tail -n 1 "$log" | grep -q ' passed'; then
   echo "no test passed" >&2
   exit 1

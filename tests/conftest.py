@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support import interpreters
 from support.kept_machine_code import Keeping
 from support.long_tests import GROUPS, LONG, ONE_JOB, SLOW, TRANSFORMERS
 
@@ -43,9 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # here, as the process that workers report to reads no other conftest
         config.pluginmanager.register(Keeping())
-        if getattr(config.option, "numprocesses", 0):
-            interpreters.share()
-    interpreters.fork_servers()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from eprt.world.process import ended
 
@@ -17,6 +18,24 @@ def environment(**changes: str) -> dict[str, str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "EPRT_JOB")
     own = {name: value for name, value in os.environ.items() if name not in launchers}
     return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+class Python(subprocess.Popen[str]):
+    """`python WORDS` with three pipes; `with` ends it by SIGKILL."""
+
+    def __init__(self, *words: object, **settings: Any) -> None:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        super().__init__([sys.executable, *map(str, words)], text=True, **pipes, **settings)
+
+    def __exit__(self, *raised: Any) -> None:
+        self.kill()
+        super().__exit__(*raised)
+
+
+def run_python(*words: object, timeout: float = 100.0, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Returns what `python WORDS` said and its exit code."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **settings)
 
 
 def run_in_session(command: Sequence[str], log: Path, environment: Mapping[str, str], limit_s: float) -> int:
@@ -47,17 +66,6 @@ def descendants(pid: int) -> list[int]:
         found |= more
         grown = bool(more)
     return sorted(found - {pid})
-
-
-def working_in(folder: Path) -> list[int]:
-    """Processes whose current folder it is: a command's own, and those it starts, whatever they were forked from."""
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):  # it has ended, or ends
-                if (entry / "cwd").readlink() == folder:
-                    found.append(int(entry.name))
-    return sorted(found)
 
 
 def wait_until_gone(pids: list[int]) -> None:

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +17,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import interpreters
 from support.cases.broken_files import change_config
 from support.jobs import rank_jobs as jobs
-from support.processes import environment, wait_until_gone, working_in
+from support.processes import Python, descendants, environment, run_python, wait_until_gone
 
 from eprt.bench.report import Report
 from eprt.cli import arguments, main
@@ -34,7 +32,7 @@ from eprt.ranks.launcher import WorldFailed, launch
 
 def test_run_reports_for_people(tiny: Path) -> None:
     words = ("run", "--model", tiny, "--world", "2", "--steps", "5")
-    done = interpreters.run("-m", "eprt", *words, env=environment())
+    done = run_python("-m", "eprt", *words, env=environment())
     assert done.returncode == 0, done.stderr
     said = ("Plan: dispatcher torch, executor torch_grouped", "PASS: 1 MoE layer of", "on 2 gloo ranks, 5 steps each")
     assert all(words in done.stdout for words in (*said, "tolerance 1e-02: bf16 keeps 8 bits")), done.stdout
@@ -89,15 +87,14 @@ with stdout_of_our_own():
     Terminal(json=True).result({"ok": True})
 print("afterwards")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert done.stdout == '{"ok": true}\nafterwards\n'
     assert done.stderr == "[Gloo] Rank 0 is connected"
 
 
 def test_run_joins_torchrun(tiny: Path) -> None:
-    words = ["--nproc-per-node", "2", "-m", "eprt", "run", "--model", str(tiny), "--steps", "2", "--json"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment())
+    words = ["--nproc-per-node", "2", "-m", "eprt", "run", "--model", tiny, "--steps", "2", "--json"]
+    done = run_python("-m", "torch.distributed.run", "--standalone", *words, env=environment())
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)  # one rank speaks
     assert result["ok"]
@@ -181,15 +178,15 @@ def has_met(rank: int) -> bool:
     return False
 
 
-def start_long_run(tiny: Path, folder: Path) -> tuple[interpreters.Interpreter, list[int]]:
+def start_long_run(tiny: Path, folder: Path) -> tuple[Python, list[int]]:
     """A run in `folder` that would take minutes, once its 2 ranks are driving steps; and the ranks' process ids."""
     words = ("run", "--model", tiny, "--world", "2", "--steps", "100000")
-    process = interpreters.Interpreter("-m", "eprt", *words, cwd=str(folder), env=environment())
+    process = Python("-m", "eprt", *words, cwd=folder, env=environment())
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
         ranks: list[int] = []
         with suppress(ProcessLookupError):  # one of them has just ended
-            ranks = [pid for pid in working_in(folder) if os.getsid(pid) == pid]
+            ranks = [pid for pid in descendants(process.pid) if os.getsid(pid) == pid]
         if len(ranks) == 2 and all(map(has_met, ranks)):
             time.sleep(1.0)  # into the steps
             return process, ranks
@@ -209,11 +206,9 @@ def test_a_broken_rank_ends_the_run_with_its_name_and_all_stacks(
     tiny: Path, tmp_path: Path, number: signal.Signals, became: str, seconds: float
 ) -> None:
     process, ranks = start_long_run(tiny, tmp_path)
-    try:
+    with process:
         os.kill(ranks[1], number)
         stdout, stderr = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
     assert process.returncode == 75
     first, *reports = stderr[stderr.index("WorldFailed: ") :].split("--- rank ")
     assert "a world of 2 ranks failed" in first
@@ -236,11 +231,12 @@ def test_a_signal_ends_all_ranks_and_leaves_no_folder(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(short_folder))
     process, ranks = start_long_run(tiny, tmp_path)
-    assert list(short_folder.glob("eprt-world-*"))
-    all_of_it = working_in(tmp_path)
-    assert {process.pid, *ranks} < set(all_of_it), "and what ranks are forked from"
-    process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    with process:
+        assert list(short_folder.glob("eprt-world-*"))
+        all_of_it = descendants(process.pid)
+        assert set(ranks) < set(all_of_it), "and what ranks are forked from"
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number, stderr
     assert "Traceback" not in stderr + stdout
     if number == signal.SIGINT:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.cases.text_model import write_tokenizer
 from support.libraries import needs
-from support.processes import descendants, wait_until_gone
+from support.processes import Python, descendants, wait_until_gone
 
 from eprt.cli import generate as command
 from eprt.cli import main
@@ -387,14 +386,8 @@ def test_a_signal_to_all_processes_ends_them_in_two_seconds_with_one_line(
     (tmp_path / "prompts.jsonl").write_bytes(b"[5, 7]\n" * 1000)
     journal = tmp_path / "answers.jsonl"
     words = [*WORDS, "--model", tiny, "--world", "2", "--prompts", tmp_path / "prompts.jsonl", "--output", journal]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eprt", *map(str, words), "--batch", "1"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with Python("-m", "eprt", *words, "--batch", "1", env=settings, start_new_session=True) as process:
         while len(descendants(process.pid)) < 2 or (rounds and journal.read_bytes().count(b"\n") < 1 + 2 * rounds):
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
@@ -404,8 +397,6 @@ def test_a_signal_to_all_processes_ends_them_in_two_seconds_with_one_line(
         assert time.monotonic() - began < 2
         _, err = process.communicate(timeout=100)  # once all that may write there are gone
         wait_until_gone(below)
-    finally:
-        process.kill()
     assert process.returncode == 128 + number
     *before, last = err.splitlines()
     assert "Traceback" not in err, err

@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support import interpreters
-from support.processes import environment
+from support.processes import environment, run_python
 
 from eprt.cli import main
 from eprt.cli.journal import Journal
@@ -163,7 +162,7 @@ def test_one_rank_and_one_step_are_singular(tiny: Path, capsys) -> None:
 def test_a_long_tmpdir_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * max(1, MAX_TMPDIR - len(str(tmp_path))))
     folder.mkdir()
-    done = interpreters.run("-m", "eprt", "run", "--world", "2", env=os.environ | {"TMPDIR": str(folder)})
+    done = run_python("-m", "eprt", "run", "--world", "2", env=os.environ | {"TMPDIR": str(folder)})
     assert done.returncode == 2
     assert f"set TMPDIR to one of at most {MAX_TMPDIR}" in done.stderr
     assert "Traceback" not in done.stderr

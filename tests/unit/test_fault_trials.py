@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.processes import descendants, environment, wait_until_gone
+from support.processes import Python, descendants, environment, wait_until_gone
 
 from eprt.cli import doctor
 from eprt.cli.arguments import Doctor
@@ -158,9 +156,7 @@ def test_a_dispatcher_that_cannot_run_fails_once(monkeypatch: pytest.MonkeyPatch
 def test_a_signal_ends_all_ranks_at_once_and_keeps_the_table(tmp_path: Path) -> None:
     output = tmp_path / "faults.json"
     words = ["doctor", "--faults", "--world", "2", "--jobs", "2", "--trials", "200", "--output", str(output)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-m", "eprt", *words], **pipes, env=environment())
-    try:
+    with Python("-m", "eprt", *words, env=environment()) as process:
         deadline = time.monotonic() + 90
         while not output.exists() or len(json.loads(output.read_text())["rows"]) < 1:
             assert time.monotonic() < deadline
@@ -171,8 +167,6 @@ def test_a_signal_ends_all_ranks_at_once_and_keeps_the_table(tmp_path: Path) -> 
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=30)
         seconds = time.monotonic() - begun
-    finally:
-        process.kill()
     assert process.returncode == 143, stderr
     assert seconds < 5.0 + SLACK_S
     found = json.loads(output.read_text())

@@ -19,10 +19,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.interpreters import Interpreter, run
 from support.jobs import fault_jobs as jobs
 from support.ports import free_port
-from support.processes import environment
+from support.processes import Python, environment, run_python
 
 import eprt
 from eprt.config import MoEConfig
@@ -69,14 +68,14 @@ def test_one_verdict_while_ranks_meet_and_without_the_store(victim: int, fate: s
 
 
 @contextmanager
-def agents_store() -> Iterator[tuple[Interpreter, int]]:
+def agents_store() -> Iterator[tuple[Python, int]]:
     """A process that serves a store, and its port."""
     serve = (
         "import sys, time, torch.distributed as d\n"
         "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
         "sys.stdout.write(f'{store.port}\\n')\nsys.stdout.flush()\ntime.sleep(100)"
     )
-    with Interpreter("-c", serve) as server:
+    with Python("-c", serve) as server:
         yield server, int(server.stdout.readline())
 
 
@@ -149,17 +148,17 @@ with World.from_env("cpu", timeout_s={timeout}) as world:
 """
 
 
-def process(rank: int, size: int, port: int, then: str = "pass", timeout: float = 3.0, **more: str) -> Interpreter:
+def process(rank: int, size: int, port: int, then: str = "pass", timeout: float = 3.0, **more: str) -> Python:
     settings = environment(RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port), **more)
-    return Interpreter("-c", WORLD.format(timeout=timeout, then=then), env=settings)
+    return Python("-c", WORLD.format(timeout=timeout, then=then), env=settings)
 
 
-def first_line(rank: Interpreter) -> str:
+def first_line(rank: Python) -> str:
     """What a rank printed first; gloo of torch 2.10 prints lines of its own."""
     return next(line for line in iter(rank.stdout.readline, "") if not line.startswith("[Gloo]"))
 
 
-def finish(*processes: Interpreter) -> list[tuple[int, str]]:
+def finish(*processes: Python) -> list[tuple[int, str]]:
     try:
         return [(p.wait(150), p.stderr.read()) for p in processes]
     finally:
@@ -180,7 +179,7 @@ def test_a_late_rank_hears_from_rank_0s_store_though_rank_0_is_through() -> None
     joins = "import eprt.world.rendezvous as r; join = r._Attempt.join\n"
     joins += "r._Attempt.join = lambda *given: (join(*given), print('joined', flush=True))\n"
     code, names = joins + WORLD.format(timeout=60.0, then="pass"), {"WORLD_SIZE": "3", "MASTER_PORT": str(port)}
-    pair = [Interpreter("-c", code, env=environment(RANK=rank, **names)) for rank in "01"]
+    pair = [Python("-c", code, env=environment(RANK=rank, **names)) for rank in "01"]
     assert [rank.stdout.readline() for rank in pair] == ["joined\n"] * 2
     pair[1].kill()
     time.sleep(2.0)
@@ -392,7 +391,7 @@ def test_guards_of_two_worlds_in_one_process_speak_one_after_the_other(monkeypat
 def test_a_soak_counts_what_the_process_holds(tmp_path: Path) -> None:
     script, output = Path(__file__).parents[2] / "scripts/soak.py", tmp_path / "soak.json"
     words = ["--world", "2", "--steps", "20", "--output", str(output)]
-    done = run(script, *words)
+    done = run_python(script, *words)
     assert "PASS: 20 steps on 2 gloo ranks by torch" in done.stdout, done
     seen = [row for row in json.loads(output.read_text())["rows"] if row["rank"] == 1]
     assert [look["step"] for look in seen] == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 19]

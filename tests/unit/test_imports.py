@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.processes import run_python
 
 import eprt
 
@@ -137,7 +136,7 @@ def loaded_after(code: str) -> dict[str, float | list[str]]:
     """Top-level modules a fresh interpreter has after `code`, and the processor seconds of its parts."""
     report = "print(json.dumps({'modules': sorted({m.split('.')[0] for m in sys.modules}), **out}))"
     script = f"import sys, time, json\n{code}\n{report}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    done = run_python("-c", script, check=True)
     return json.loads(done.stdout)
 
 

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from support import interpreters
+from support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 # What only a GPU can run: graphs, streams, inline PTX.
@@ -37,7 +37,7 @@ def test_kernels_on_the_cpu(tmp_path, kernels):
     command = ["-m", "pytest", *files, "-m", "gpu", "-p", "no:cacheprovider", "--results", str(results)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
-    found = interpreters.run(*command, timeout=LIMIT_S, env=environment, cwd=str(ROOT))
+    found = run_python(*command, timeout=LIMIT_S, env=environment, cwd=ROOT)
     if found.returncode:
         pytest.fail(found.stdout + found.stderr, pytrace=False)
     rows = json.loads(results.read_text())["rows"]

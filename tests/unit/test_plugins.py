@@ -7,8 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import interpreters
-from support.processes import environment
+from support.processes import environment, run_python
 
 from eprt.cli import main
 from eprt.cli.parsing import COMMANDS
@@ -26,7 +25,7 @@ MODULE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))  #
 def eprt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command in `folder`, where the module of --plugin lies."""
     settings = environment(PYTHONPATH=str(ROOT))
-    return interpreters.run("-m", "eprt", *words, timeout=300, cwd=str(folder), env=settings)
+    return run_python("-m", "eprt", *words, timeout=300, cwd=folder, env=settings)
 
 
 @pytest.mark.timeout(300)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from support.interpreters import Interpreter
 from support.jobs import rank_jobs as jobs
-from support.processes import wait_until_gone
+from support.processes import Python, run_python, wait_until_gone
 
 from eprt.errors import ConfigError, UsageError
 from eprt.ranks import launcher
@@ -59,7 +56,7 @@ class TestHealthy:
         """Its bindings printed what they took for leaks behind the report of `eprt doctor --faults`."""
         pytest.importorskip("triton")
         server = "import eprt.ranks.freezing, triton, os\nif not os.fork(): os._exit(0)\nos.wait()"
-        done = subprocess.run([sys.executable, "-c", server], capture_output=True, text=True)
+        done = run_python("-c", server)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
     def test_collectives_work_and_processes_are_reused(self, pool):
@@ -238,7 +235,7 @@ def test_ranks_end_with_their_parent(tmp_path, short_folder, number):
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(tests=str(Path(jobs.__file__).parents[2])))
     settings = os.environ | {"TMPDIR": str(short_folder)}  # a parent that is killed leaves its world's folder there
-    with Interpreter(script, env=settings, session=True) as parent:
+    with Python(script, env=settings, start_new_session=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         time.sleep(0.3)  # now the second job hangs

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from support.builders import NOTHING
-from support.interpreters import run
 from support.jobs import shrink_jobs as jobs
 from support.ports import free_port
-from support.processes import environment
+from support.processes import environment, run_python
 
 from eprt.ranks.launcher import WorldFailed, WorldPool, launch
 
@@ -143,7 +142,7 @@ with World.from_env("cpu", timeout_s=20) as world:
 
 @pytest.mark.parametrize(("how", "codes"), [("ends", [0, -9, 0]), ("fails", [75, -9, 1])])
 def test_a_process_that_went_on_ends_by_itself_with_its_own_code(tmp_path: Path, how: str, codes: list[int]) -> None:
-    done = run("-c", SCRIPT, how, free_port(), cwd=tmp_path, env=environment(), finalizes=True)
+    done = run_python("-c", SCRIPT, how, free_port(), cwd=tmp_path, env=environment())
     assert done.stdout == str(codes), done.stderr
     assert all("went on as (True, False, True)" in (tmp_path / rank).read_text() for rank in "02"), done.stderr
 

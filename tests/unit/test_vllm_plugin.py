@@ -13,9 +13,9 @@ from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
-from support.interpreters import run
 from support.jobs import vllm_jobs as jobs
 from support.ports import free_port
+from support.processes import run_python
 from support.stand_ins.vllm import host
 
 from eprt.config import ParallelConfig
@@ -468,7 +468,7 @@ def test_a_worker_that_ends_names_the_dead_rank_first(tmp_path: Path, end: str, 
     """And waits for that alone: beside a peer that has left in order it ends at once."""
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
-    done = run(script, free_port(), end, cwd=tmp_path)
+    done = run_python(script, free_port(), end, cwd=tmp_path)
     assert done.stderr.count("eprt: rank 1 exited: process ") == named, done.stderr
     told = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 prints such
     began, ended = map(float, told)

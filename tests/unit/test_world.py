@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.interpreters import Interpreter
 from support.jobs import world_jobs as jobs
 from support.ports import free_port
+from support.processes import Python
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import make_dispatcher
@@ -295,7 +295,5 @@ sys.exit(os.waitstatus_to_exitcode(ended[1]) != 7 if ended[0] else "the child ha
 def test_a_forked_child_that_ends_the_ordinary_way_ends(tmp_path: Path, ends: str) -> None:
     (script := tmp_path / "rank.py").write_text(FORKED)
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        Interpreter(script, ends, env=os.environ | meet | {"RANK": str(rank)}, finalizes=True) for rank in range(2)
-    ]
+    ranks = [Python(script, ends, env=os.environ | meet | {"RANK": str(rank)}) for rank in range(2)]
     assert [(rank.communicate(timeout=90)[1], rank.returncode) for rank in ranks] == [("", 0)] * 2

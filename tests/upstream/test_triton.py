@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 import triton
 import triton.language as tl
-from support import interpreters
 from support.kernel_modules import kernel_modules
+from support.processes import run_python
 from support.stand_ins.kernel_device import INTERPRETED
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -85,7 +85,7 @@ print(*(kernel.cache_key for kernel in kernels))
 
 def test_what_the_cache_knows_kernels_by_does_not_depend_on_their_order():
     """They call the same functions."""
-    found = [interpreters.run("-c", NAMES, order).stdout.split() for order in ("1", "-1")]
+    found = [run_python("-c", NAMES, order).stdout.split() for order in ("1", "-1")]
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
 
