@@ -30,7 +30,7 @@ while [ $# -gt 0 ]; do
 done
 python=${PYTHON:-python3}
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 name='import torch; print(torch.cuda.get_device_name().split()[1].lower() if torch.cuda.is_available() else "cpu")'
 case $list$rehearse in
   "") machine=$("$python" -c "$name")_x$gpus ;;

@@ -17,5 +17,5 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
       { tail -n 5 /tmp/eprt-hosts-apt.log >&2; echo "test_hosts: what they are for will be skipped" >&2; }
   fi
 fi
-export PATH=$PATH:/usr/sbin OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+export PATH=$PATH:/usr/sbin OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 exec .venv/bin/python -m pytest tests/hosts -q --durations 5 "$@"
