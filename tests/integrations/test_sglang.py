@@ -215,8 +215,8 @@ def test_fp8_block_tokens_are_those_of_transformers(engine: dict[str, Any], tmp_
 def test_packed_tokens_are_those_of_transformers(
     dialect: str, format: str, seed: int, engine: dict[str, Any], tmp_path: Path
 ) -> None:
-    """SGLang loads the file's own tensors, in bfloat16 alone, and an update brings them again; transformers has the same
-    numbers decoded, in float32. Of plain ones eprt makes FP8."""
+    """SGLang loads the file's own tensors, in bfloat16 alone, and an update brings them again. transformers has the
+    same numbers decoded, in float32. Of plain ones eprt makes FP8."""
     prompts = [PROMPTS[0], PROMPTS[3]]
     want, lead = by_transformers(packed_model(tmp_path / "model", dialect, seed), prompts)
     assert lead > 0.04  # bf16's own differences from float32 reach 0.035 of these logits' deviation
