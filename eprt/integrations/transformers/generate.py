@@ -172,7 +172,9 @@ def _decode_graphs(
         except RuntimeError as error:  # of torch, on every rank: the model reads something on the host
             if isinstance(error, EprtError):
                 raise
-            reason = agreement.decode = f"its decode step can't be captured: {error}"
+            reason = f"its decode step can't be captured: {error}"
+            if not isinstance(error, torch.OutOfMemoryError):  # the next call may ask for less, or find more
+                agreement.decode = reason
         else:
             return agreement.decode
     logger.warning("generate(graphs=...) runs without graphs: %s", reason or f"rank {refused.index(1)} says why")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import Mock, patch
@@ -258,10 +257,10 @@ def replayed_and_eager(
     calls: int = 1,
     runtime: RuntimeConfig = RUNTIME,
     other_graphs: tuple[int, ...] | None = None,
-    breaks: bool = False,
+    breaks: type[RuntimeError] | None = None,
 ) -> dict[str, Any]:
     """The same prompts through `generate` with graphs, `calls` times, and without; the warnings of the first.
-    `other_graphs`: those of the last rank. `breaks`: a capture ends as torch's do where a model reads on the host."""
+    `other_graphs`: those of the last rank. `breaks`: how the first capture ends."""
     from eprt.integrations.transformers import generate, load_without_experts, parallelize
 
     world = context.world(timeout_s=BEHIND_S)
@@ -280,9 +279,15 @@ def replayed_and_eager(
             loop.tokens = generate(model, mine, world, **given)
         return loop
 
-    attempts = [RuntimeError("operation not permitted when stream is capturing")]  # a second would be another error
-    capture: Any = patch.object(StepGraphs, "capture", side_effect=attempts) if breaks else nullcontext()
-    with heard() as said, capture:
+    errors = [] if breaks is None else [breaks("not permitted when stream is capturing")]
+    capture: Any = StepGraphs.capture
+
+    def captured(graphs: StepGraphs, *given: Any) -> None:
+        if errors:
+            raise errors.pop()
+        capture(graphs, *given)
+
+    with heard() as said, patch.object(StepGraphs, "capture", captured):
         replayed = [run(graphs) for _ in range(calls)]
     eager, buckets = run(False), list(world.buckets)
     world.warm, world.buckets = False, ()  # this World serves other tests
