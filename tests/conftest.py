@@ -44,18 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Keeping())
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves files without a long test out of `-m "long ..."`, files of long tests alone out of `-m "... not long"`,
-    since every worker pays for what it reads."""
-    if not re.fullmatch(r"test_\w+\.py", collection_path.name):
-        return None
-    whole, marks = f"{collection_path.stem}::", config.option.markexpr
-    if marks.startswith("long"):
-        some = any(pattern.startswith(whole) for pattern in LONG) or "mark.long" in collection_path.read_text()
-        return None if some else True
-    return True if marks.endswith("not long") and whole in LONG else None
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path.stem in TRANSFORMERS:
         preload(*IN_RANKS)  # only where such tests run: a rank starts the slower, the more it is forked with
