@@ -88,20 +88,6 @@ def test_a_published_checkpoint_gives_the_plain_models_logits(
     assert min(error for error, count in zip(errors, jobs.PROMPTS, strict=True) if count) > 0.0, "nothing compared"
 
 
-def test_what_cannot_be_parallelized_says_why(pools, tmp_path: Path) -> None:
-    """On every rank the same, also where one rank alone has no checkpoint."""
-    checkpoint = str(write_tiny_checkpoint(tmp_path / "tiny", num_layers=1))
-    make_model(RECIPES["gpt_oss"]).save_pretrained(tmp_path / "own")
-    for found in pools(2).run(jobs.refusals, checkpoint=checkpoint, own=str(tmp_path / "own")):
-        assert len(found) == 4
-        assert (
-            found[2] == f"ConfigError: {checkpoint} is a checkpoint of gpt_oss, the model is of qwen3_moe: give its own"
-        )
-        assert found[3].startswith("CheckpointError: rank 1: /no/such/checkpoint")
-        assert "LlamaForCausalLM has no experts that eprt finds" in found[0]
-        assert "Linear has no config: expected a transformers model" in found[1]
-
-
 OTHERS = {  # a qwen3_moe checkpoint that isn't the model's -> what the error says of both
     "experts": ({"num_experts": 16}, "num_experts         16          8"),
     "top-k": ({"num_experts_per_tok": 3}, "top_k               3           2"),
@@ -118,6 +104,7 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
         make_model(replace(recipe, fields=recipe.fields | fields)).save_pretrained(folders[name])
     folders["dtype"] = str(tmp_path / "dtype")
     make_model(RECIPES["qwen3_moe"], torch.bfloat16).save_pretrained(folders["dtype"])
+    folders["family"] = str(write_tiny_checkpoint(tmp_path / "family", num_layers=1))
     found = pools(2).run(jobs.mistakes, folders=folders)
     expected = {
         **{
@@ -125,6 +112,10 @@ def test_mistakes_are_typed_errors(pools, tmp_path: Path) -> None:
             for name, (_, said) in OTHERS.items()
         },
         "dtype": ("ConfigError", "the model computes in float32", "is in bfloat16", "dtype=torch.bfloat16"),
+        "family": ("ConfigError", "/family is a checkpoint of gpt_oss, the model is of qwen3_moe: give its own"),
+        "one rank's files": ("CheckpointError: rank 1: /no/such/checkpoint",),
+        "no experts": ("LlamaForCausalLM has no experts that eprt finds",),
+        "no transformer": ("Linear has no config: expected a transformers model",),
         "router logits in the config": ("ConfigError", "output_router_logits"),
         "meta": ("ConfigError", "are on meta"),
         "meta experts": ("ConfigError", "parallelize(..., checkpoint=...)"),

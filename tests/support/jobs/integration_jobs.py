@@ -130,27 +130,6 @@ def steady_prompt(model: torch.nn.Module, count: int, rank: int) -> torch.Tensor
     raise LookupError(f"no prompt of {count} tokens without a near-tie: give the routers larger weights")
 
 
-def refusals(context: RankContext, checkpoint: str, own: str) -> list[str]:
-    """The errors of models that can't be parallelized, in order. `checkpoint`: of a gpt-oss; `own`: of the recipe's."""
-    import transformers
-
-    from eprt.integrations.transformers import parallelize
-
-    world = context.world()
-    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DENSE, intermediate_size=32))
-    qwen = make_model(RECIPES["qwen3_moe"])
-    missing = "/no/such/checkpoint" if context.rank == 1 else own
-    return [
-        said(attempt)
-        for attempt in (
-            lambda: parallelize(dense, world),
-            lambda: parallelize(torch.nn.Linear(2, 2), world),
-            lambda: parallelize(qwen, world, checkpoint=checkpoint),
-            lambda: parallelize(make_model(RECIPES["gpt_oss"]), world, checkpoint=missing),
-        )
-    ]
-
-
 class Packed(torch.Tensor):
     """A weight as torchao packs it: it computes little, and its numbers lie in tensors of its own."""
 
@@ -172,11 +151,11 @@ class Packed(torch.Tensor):
 
 
 def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
-    """What is said to each mistake. `folders`: checkpoints of other qwen3_moe models."""
+    """What is said to each mistake. `folders`: checkpoints of other models than this qwen3_moe."""
     import copy
     import pickle
 
-    from transformers import DynamicCache
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
     from eprt.integrations.transformers import generate, lockstep, parallelize
@@ -196,6 +175,11 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
 
     for name, folder in folders.items():
         attempt(name, lambda folder=folder: parallelize(fresh(), world, runtime, checkpoint=folder))
+    missing = "/no/such/checkpoint" if world.rank == 1 else folders["dtype"]
+    attempt("one rank's files", lambda: parallelize(fresh().bfloat16(), world, runtime, checkpoint=missing))
+    dense = LlamaForCausalLM(LlamaConfig(**DENSE, intermediate_size=32))
+    attempt("no experts", lambda: parallelize(dense, world, runtime))
+    attempt("no transformer", lambda: parallelize(torch.nn.Linear(2, 2), world, runtime))
     attempt("router logits in the config", lambda: parallelize(fresh(output_router_logits=True), world, runtime))
     attempt("meta", lambda: parallelize(fresh().to("meta"), world, runtime))
     meta_experts = fresh()
