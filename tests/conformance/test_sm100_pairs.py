@@ -3,16 +3,122 @@ behind stand-ins for the libraries of the other dispatchers."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
 import pytest
+import torch
 from support.builders import wrong_checks
-from support.jobs import sm100_threads as threads
-from support.jobs.sm100_jobs import run_sm100_checks
+from support.jobs.sm100_jobs import executors_on_cpu, run_sm100_checks
+from support.stand_ins import deepep as deepep_stand_in
+from support.stand_ins import flashinfer as flashinfer_stand_in
+from support.stand_ins import symm as symm_stand_in
+from support.stand_ins.flashinfer import FakeWorld, run_ranks
 
 from eprt.config import Activation, MoEConfig, ParallelConfig, PayloadFormat, RuntimeConfig
-from eprt.conformance.cases import CASES, COUNTS, ROUTINGS
-from eprt.conformance.checks import Check
+from eprt.conformance.cases import CASES, COUNTS, ROUTINGS, Batch, make_batch
+from eprt.conformance.checks import Check, NanOutput
+from eprt.conformance.oracle import expected_outputs, full_weights, layer_of, relative_error
+from eprt.dispatch import DISPATCHERS
+from eprt.experts.reference import decode_hidden
 from eprt.plan import Candidate, make_plan
+from eprt.quant import encode_payload
 from eprt.support import Device
+from eprt.weights import ExpertWeights, Nvfp4
+
+SIZE = 4
+CAPACITY = 32
+_LARGEST = 15 / (6 * 448)  # second-level scale for the conformance tokens: whole numbers up to 15
+
+INSTALL: dict[str, Callable] = {
+    "symm": lambda monkeypatch: symm_stand_in.install(monkeypatch, SIZE),
+    "flashinfer": lambda monkeypatch: flashinfer_stand_in.install(monkeypatch, SIZE),
+    "deepep": deepep_stand_in.install,
+}
+
+
+def install(monkeypatch, dispatcher: str) -> None:
+    """`dispatcher` on a stand-in, where a layer on CPU ranks can ask for it, for the rest of a test."""
+    INSTALL[dispatcher](monkeypatch)
+    on_cpu = replace(DISPATCHERS[dispatcher], devices=("cpu",), requirement=None)
+    monkeypatch.setitem(DISPATCHERS, dispatcher, on_cpu)
+
+
+@contextmanager
+def _one_thread_a_rank() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@cache
+def weights_of(config: MoEConfig) -> ExpertWeights:
+    """All experts. NVFP4: calibrated differently, so that ranks must agree on the scale of packed tokens; what the
+    executors quantise by themselves has another one (`sm100_jobs`)."""
+    full = full_weights(config)
+    if not isinstance(full.gate_up, Nvfp4):
+        return full
+    scale = torch.linspace(0.5, 1.0, config.num_experts)[:, None] * _LARGEST
+    scale = scale.expand(-1, config.activation.parts).contiguous()
+    return replace(full, gate_up=replace(full.gate_up, input_scale=scale))
+
+
+@cache
+def expected(config: MoEConfig, payload: PayloadFormat | None) -> dict[tuple[str, int, int], torch.Tensor]:
+    """By case, call and rank: the oracle's output for tokens as they travel."""
+
+    def travelled(batch: Batch) -> Batch:
+        if payload is None:
+            return batch
+        return replace(batch, hidden=decode_hidden(encode_payload(batch.hidden, payload, torch.tensor([_LARGEST]))))
+
+    batches = {
+        (case.name, call, rank): travelled(make_batch(case, call, rank, SIZE, config, torch.bfloat16))
+        for case in CASES
+        for call in range(case.num_calls)
+        for rank in range(SIZE)
+    }
+    outputs = expected_outputs(config, weights_of(config), list(batches.values()))
+    return dict(zip(batches, outputs, strict=True))
+
+
+def wrong_cases(pair: Candidate, config: MoEConfig, payload: PayloadFormat | None, bound: float) -> list[str]:
+    """Every case through one layer, warmed up: what is off by more than `bound`, or breaks a kernel's contract."""
+    fabric, wanted = deepep_stand_in.Fabric(SIZE), expected(config, payload)
+    chosen = {"dispatcher": pair.dispatcher, "executor": pair.executor, "token_format": pair.token_format}
+    runtime = RuntimeConfig(payload=payload, max_tokens_per_rank=CAPACITY, **chosen)
+
+    def wrong(world: FakeWorld) -> Iterator[str]:
+        world.group = deepep_stand_in.Group(fabric, world.rank) if pair.dispatcher == "deepep" else None
+        world.timeout_s = symm_stand_in.TIMEOUT_S
+        layer = layer_of(world, config, weights_of(config), runtime)
+        layer.executor = NanOutput(layer.executor)
+        layer.warmup()
+        world.warm = True  # nothing may be allocated later
+        for case in CASES:
+            for call in range(case.num_calls):
+                own = make_batch(case, call, world.rank, SIZE, config, torch.bfloat16)
+                out = layer(own.hidden, own.topk, tokens_per_rank=case.counts.agreed)
+                error = relative_error(out, wanted[case.name, call, world.rank])
+                if not error <= bound:  # NaN counts as wrong
+                    yield f"{case.name}, call {call}: {error:.2e}"
+        layer.close()
+
+    def job(world: FakeWorld) -> list[str]:
+        try:
+            return [f"{pair.executor}: rank {world.rank}: {text}" for text in wrong(world)]
+        except (AssertionError, threading.BrokenBarrierError) as broken:
+            return [f"{pair.executor}: rank {world.rank}: {type(broken).__name__}: {broken}"]
+
+    with executors_on_cpu(), _one_thread_a_rank():
+        return [text for texts in run_ranks(job, SIZE) for text in texts]
+
 
 B200 = Device.parse("sm100")
 GPT_OSS = Activation(alpha=1.702, beta=1.0, limit=7.0)
@@ -90,15 +196,15 @@ def test_layer_under_tensor_parallelism(pools, moe, dispatcher, token_format):
 
 def ours(moe: MoEConfig, payload: PayloadFormat | None = None) -> list[Candidate]:
     """What a plan for four B200 calls possible with these executors."""
-    runtime = RuntimeConfig(max_tokens_per_rank=threads.CAPACITY, payload=payload)
-    candidates = make_plan(moe, ParallelConfig(threads.SIZE), runtime, B200).candidates
+    runtime = RuntimeConfig(max_tokens_per_rank=CAPACITY, payload=payload)
+    candidates = make_plan(moe, ParallelConfig(SIZE), runtime, B200).candidates
     return [c for c in candidates if c.executor in ("cutedsl_nvfp4", "trtllm_gen") and c.support]
 
 
 # Every pair whose dispatcher needs a library: dispatcher, payload, layer -> the plan's candidates.
 LIBRARY_PAIRS = {
     (dispatcher, payload, moe): found
-    for dispatcher in threads.INSTALL
+    for dispatcher in INSTALL
     for payload in (None, "nvfp4", "fp8_block")
     for moe in CONFIGS
     if (found := [c for c in ours(moe, payload) if c.dispatcher == dispatcher])
@@ -111,11 +217,11 @@ LIBRARY_PAIRS = {
     ids=[f"{name(moe)}-{dispatcher}-{payload or 'bf16'}" for dispatcher, payload, moe in LIBRARY_PAIRS],
 )
 def test_layer_behind_the_libraries(monkeypatch, dispatcher, payload, moe):
-    threads.install(monkeypatch, dispatcher)
+    install(monkeypatch, dispatcher)
     # Packed tokens reach the kernels as the oracle sees them; what is packed after the journey is rounded.
     most = 1e-2 if payload else BOUND.get(moe.weight_format, 1e-2)
     pairs = LIBRARY_PAIRS[dispatcher, payload, moe]
-    assert [problem for pair in pairs for problem in threads.wrong_cases(pair, moe, payload, most)] == []
+    assert [problem for pair in pairs for problem in wrong_cases(pair, moe, payload, most)] == []
 
 
 def test_the_pairs_behind_the_libraries():
@@ -127,8 +233,8 @@ def test_the_pairs_behind_the_libraries():
     }
     executors_of = {(moe.weight_format, executor) for moe in CONFIGS for executor in executors(moe)}
     nvfp4 = {(d, "nvfp4", "nvfp4", e) for d in ("symm", "flashinfer") for e in ("cutedsl_nvfp4", "trtllm_gen")}
-    fp8_block = {(d, "fp8_block", "fp8_block", "trtllm_gen") for d in threads.INSTALL}
-    assert found == {(d, None, w, e) for d in threads.INSTALL for w, e in executors_of} | nvfp4 | fp8_block
+    fp8_block = {(d, "fp8_block", "fp8_block", "trtllm_gen") for d in INSTALL}
+    assert found == {(d, None, w, e) for d in INSTALL for w, e in executors_of} | nvfp4 | fp8_block
 
 
 @pytest.mark.parametrize("moe", CONFIGS, ids=name)
@@ -136,9 +242,9 @@ def test_plans_for_b200_reach_nothing_that_is_not_run_here(moe):
     """Each pair the plan calls possible is run on gloo ranks or behind a stand-in for its library."""
     found = ours(moe)
     assert {c.executor for c in found} == set(executors(moe))
-    on_gloo = {c.dispatcher for c in found} - set(threads.INSTALL)
+    on_gloo = {c.dispatcher for c in found} - set(INSTALL)
     assert {(c.dispatcher, c.token_format) for c in found if c.dispatcher in on_gloo} <= set(WAYS)
-    assert {c.dispatcher for c in found} == {dispatcher for dispatcher, _ in WAYS} | set(threads.INSTALL)
+    assert {c.dispatcher for c in found} == {dispatcher for dispatcher, _ in WAYS} | set(INSTALL)
     for c in found:
         assert c.adapted == (c.executor == "trtllm_gen" and c.token_format == "expert_major")
 
