@@ -15,6 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
 import torch
 from safetensors.torch import load_file, save_file
 from support.cases import tiny_families
@@ -22,7 +25,7 @@ from support.cases.broken_files import change_config
 from support.cases.model_recipes import scratch
 from support.cases.tiny_families import REASONS, folders
 from support.jobs import family_jobs as jobs
-from support.libraries import folder, needs
+from support.libraries import folder
 from torch import nn
 
 from eprt.cli import main
@@ -34,10 +37,9 @@ from eprt.placement import ExpertPlacement
 from eprt.placement.file import PlacementFile
 from eprt.world import World
 
-pytestmark = [
-    needs("transformers"),
-    pytest.mark.skipif(not (folder("transformers") / "distributed/expert_parallel.py").exists(), reason=">= 5.23"),
-]
+pytestmark = pytest.mark.skipif(
+    not (folder("transformers") / "distributed/expert_parallel.py").exists(), reason="transformers >= 5.23"
+)
 
 PROMPTS: list[list[list[int]]] = [[[5, 17, 33, 8], [41, 9, 60]], [], [[7, 3]], [[30]]]
 ACCEPTED = 66

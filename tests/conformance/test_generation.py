@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 
 import pytest
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
 import torch
 from support.cases.model_recipes import RECIPES, known, make_model, scratch
 from support.jobs import generation_jobs as jobs
-from support.libraries import needs
 
 from eprt.models import FAMILIES
-
-pytestmark = needs("transformers")
 
 NEW_TOKENS = 6
 # Of each rank: none on the second; the last one runs out first.

@@ -7,17 +7,17 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
 import torch
 from support.cases.model_recipes import RECIPES, VOCABULARY, make_model
 from support.cases.text_model import FIRST, write_tokenizer
 from support.jobs import generation_jobs as jobs
-from support.libraries import needs
 
 from eprt.errors import UsageError
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.world import World
-
-pytestmark = needs("transformers")
 
 PROMPTS = [[5, 17, 33, 8], [41, 9, 60], [7, 3, 2, 9, 11], [30]]
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs.generation_jobs import alone
-from support.libraries import needs
-
-pytestmark = needs("transformers")
 
 ROOT = Path(__file__).parents[2]
 STARTS = int(os.environ.get("EPRT_STARTS", "2"))

@@ -8,13 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
 import torch
 from support.builders import NOTHING
 from support.cases import tiny_families
 from support.cases.model_checkpoints import DIALECTS, WRITERS
 from support.cases.model_recipes import RECIPES, make_model
 from support.jobs import integration_jobs as jobs
-from support.libraries import needs
 
 from eprt.config import RuntimeConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
@@ -23,8 +25,6 @@ from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed
 from eprt.world import World
-
-pytestmark = needs("transformers")
 
 
 @pytest.mark.parametrize(("model", "dispatcher"), [("gpt_oss", "none"), *((model, "torch") for model in RECIPES)])

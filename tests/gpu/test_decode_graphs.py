@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
+
 import torch
 from support.cases import tiny_families
 from support.cases.gpu_ranks import SIZE, several_gpus, skip_if_refused
@@ -15,8 +18,6 @@ from support.jobs import generation_jobs as jobs
 from eprt.config import RuntimeConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.models import family_for
-
-pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
 GRAPH_SAFE = [name for name, spec in DISPATCHERS.items() if spec.graph_safe]
 # The last rank has no prompt, the first one two batches; the last prompt is longer than any bucket.

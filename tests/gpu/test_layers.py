@@ -10,7 +10,6 @@ from support.builders import JOB_S
 from support.cases.gpu_cases import GRAPHS, HIDDEN, INTERMEDIATE, ROUNDS, ROWS, GpuCase, graph_layer
 from support.cases.gpu_ranks import SIZE, launch_here, several_gpus, skip_if_refused
 from support.cases.model_checkpoints import WRITERS
-from support.jobs import integration_jobs
 from support.jobs import whole_layer_jobs as jobs
 
 from eprt.config import RuntimeConfig
@@ -43,6 +42,7 @@ def test_a_published_checkpoint_gives_the_plain_models_logits(
     """MXFP4 checkpoint through the executor that the plan chooses, against transformers' own bf16 forward."""
     runtime = RuntimeConfig(dispatcher=dispatcher, max_tokens_per_rank=ROWS)
     skip_if_refused(graph_layer("mxfp4"), runtime)
+    integration_jobs = pytest.importorskip("support.jobs.integration_jobs", reason="pip install 'eprt[transformers]'")
     WRITERS[model](tmp_path, hidden=HIDDEN, intermediate=INTERMEDIATE)
     found = pool.run(
         integration_jobs.compare_checkpoint_logits, folder=str(tmp_path), runtime=runtime, dtype=torch.bfloat16

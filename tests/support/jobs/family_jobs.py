@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from eprt.cli.generate_jobs import heard
 from eprt.config import RuntimeConfig
+from eprt.integrations.transformers import generate, load_without_experts, lockstep, parallelize
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S
 from support.cases import tiny_families
@@ -52,10 +54,6 @@ def continue_families(
 
 
 def _continue(name: str, folder: str, prompts: list[list[int]], world: Any) -> Outcome:
-    from transformers import AutoModelForCausalLM
-
-    from eprt.integrations.transformers import generate, load_without_experts, lockstep, parallelize
-
     name, _, text = name.partition(":")
     whole_model = not text and name not in tiny_families.borrowed()  # else an auto class knows what runs it
     kind, folder = tiny_families.model_class(name) if whole_model else None, f"{folder}/{name}"

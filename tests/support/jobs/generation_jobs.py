@@ -7,10 +7,22 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
+import transformers
+from transformers.distributed import DistributedConfig
 
 from eprt.cli.generate_jobs import heard
 from eprt.config import RuntimeConfig
 from eprt.graphs import StepGraphs
+from eprt.integrations.transformers import (
+    expert_layers,
+    generate,
+    idle_step,
+    load_without_experts,
+    lockstep,
+    parallelize,
+    register_expert_parallel,
+)
+from eprt.integrations.transformers.agreement import agreement_of
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S, said
 
@@ -19,8 +31,6 @@ RUNTIME = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
 
 def parallelized(context: RankContext, folder: str, dtype: torch.dtype, **_: Any):
     """The whole model on every rank, then its own experts spread."""
-    from eprt.integrations.transformers import parallelize
-
     model = load(folder, dtype)
     parallelize(model, context.world(timeout_s=BEHIND_S), RUNTIME)
     return model
@@ -28,8 +38,6 @@ def parallelized(context: RankContext, folder: str, dtype: torch.dtype, **_: Any
 
 def without_experts(context: RankContext, folder: str, dtype: torch.dtype, **_: Any):
     """Part 2: no rank holds another's experts."""
-    from eprt.integrations.transformers import load_without_experts, parallelize
-
     model = load_without_experts(folder, dtype=dtype).eval()
     parallelize(model, context.world(timeout_s=BEHIND_S), RUNTIME)
     return model
@@ -37,10 +45,6 @@ def without_experts(context: RankContext, folder: str, dtype: torch.dtype, **_: 
 
 def expert_parallel(context: RankContext, folder: str, dtype: torch.dtype, **sizes: Any):
     """Part 3: transformers' own loading, eprt's experts."""
-    from transformers.distributed import DistributedConfig
-
-    from eprt.integrations.transformers import register_expert_parallel
-
     context.world(timeout_s=BEHIND_S)  # torch.distributed is up
     register_expert_parallel(RUNTIME)
     config = DistributedConfig(ep_size=context.size, ep_implementation="eprt", **sizes)
@@ -51,8 +55,6 @@ WAYS = {"parallelized": parallelized, "without_experts": without_experts, "exper
 
 
 def load(folder: str, dtype: torch.dtype, **options: Any):
-    import transformers
-
     found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     return found.eval()
 
@@ -74,9 +76,6 @@ def continue_prompts(
     **sizes: Any,
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """What follows this rank's prompts, and what was streamed. `replays`: the model must have got graphs, or none."""
-    from eprt.integrations.transformers import expert_layers, generate
-    from eprt.integrations.transformers.agreement import agreement_of
-
     model = WAYS[way](context, folder, dtype, **sizes)
     streamed: list[tuple[int, int]] = []
     torch.manual_seed(context.rank)
@@ -97,8 +96,6 @@ def continue_prompts(
 
 def idle_at_first(context: RankContext, folder: str, ids: torch.Tensor, **sizes: Any) -> list[torch.Tensor]:
     """Logits of this rank in two forwards, the model's first; in each another rank has none."""
-    from eprt.integrations.transformers import idle_step
-
     model = expert_parallel(context, folder, torch.float32, **sizes)
     found = []
     with torch.no_grad():
@@ -113,8 +110,6 @@ def idle_at_first(context: RankContext, folder: str, ids: torch.Tensor, **sizes:
 
 def close(model: Any) -> None:
     """Closes an `expert_parallel` model's layers, and their World: transformers made groups of its own for it."""
-    from eprt.integrations.transformers import expert_layers
-
     layers = expert_layers(model)
     for layer in layers:
         layer.close()
@@ -124,8 +119,6 @@ def close(model: Any) -> None:
 def looped(known: torch.nn.Module, model: Any, prompts: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
     """What `model.generate` itself adds to the prompts, in as many calls, in lockstep with ranks that may have none;
     they know the model as `known`."""
-    from eprt.integrations.transformers import lockstep
-
     with lockstep(known):
         return [alone(model, prompt, **options) for prompt in prompts]
 
@@ -175,16 +168,12 @@ def batch_continuously(
     context: RankContext, folder: str, prompts: list[list[list[int]]], options: dict[str, Any]
 ) -> list[list[int]]:
     """What transformers' continuous batching adds to this rank's prompts, in lockstep with the other ranks."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    from eprt.integrations.transformers import expert_layers, lockstep
-
     model = without_experts(context, folder, torch.float32)
-    batching = ContinuousBatchingConfig(max_batch_tokens=64, num_blocks=8, use_cuda_graph=False)
+    batching = transformers.ContinuousBatchingConfig(max_batch_tokens=64, num_blocks=8, use_cuda_graph=False)
     answers = {}
     with lockstep(model):
         if own := prompts[context.rank]:
-            answers = model.generate_batch(own, GenerationConfig(**options), batching)
+            answers = model.generate_batch(own, transformers.GenerationConfig(**options), batching)
     for layer in expert_layers(model):
         layer.close()
     return [answers[name].generated_tokens for name in sorted(answers)]
@@ -200,10 +189,6 @@ def several_calls(
 ) -> list[dict[str, Any]]:
     """The tokens, streamed tokens, warnings of each call of `generate`, whose prompts and seeds are by rank, and the
     model's dtype."""
-    from transformers import AutoTokenizer
-
-    from eprt.integrations.transformers import generate, load_without_experts, parallelize
-
     world, found = context.world(timeout_s=BEHIND_S), []
     model = load_without_experts(folder, dtype=dtype).eval()
     layers = parallelize(model, world, RUNTIME)
@@ -213,7 +198,7 @@ def several_calls(
         if seeds := given.pop("seeds", None):
             given["seeds"] = seeds[context.rank]
         if "stop_strings" in given:
-            given["tokenizer"] = AutoTokenizer.from_pretrained(folder)
+            given["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
         streamed: dict[int, list[int]] = {}
         with heard() as said:
             if "num_beams" not in given:
@@ -227,8 +212,6 @@ def several_calls(
 
 def without_memory(context: RankContext, folder: str) -> None:
     """Rank 1 runs out of memory inside a layer; as on GPUs, the others don't meet it in headers there."""
-    from eprt.integrations.transformers import generate, load_without_experts, parallelize
-
     world = context.world(timeout_s=10.0)
     world.compares_headers = lambda full: False
     model = load_without_experts(folder, dtype=torch.float32).eval()
@@ -261,8 +244,6 @@ def replayed_and_eager(
 ) -> dict[str, Any]:
     """The same prompts through `generate` with graphs, `calls` times, and without; the warnings of the first.
     `other_graphs`: those of the last rank. `breaks`: how the first capture ends."""
-    from eprt.integrations.transformers import generate, load_without_experts, parallelize
-
     world = context.world(timeout_s=BEHIND_S)
     model = load_without_experts(folder, dtype=dtype).eval().to(world.device)
     layers = parallelize(model, world, runtime)
@@ -317,8 +298,6 @@ def compiled_and_eager(
 ) -> dict[str, list[int]]:
     """Greedy tokens of this rank's prompt, as many as its number: by a compiled model inside `lockstep`, by the
     wrapped one and by a model that compiled itself inside `generate`, and by neither."""
-    from eprt.integrations.transformers import generate, load_without_experts, lockstep, parallelize
-
     world = context.world(timeout_s=BEHIND_S)
     model = load_without_experts(folder, dtype=torch.float32).eval()
     layers = parallelize(model, world, RUNTIME)

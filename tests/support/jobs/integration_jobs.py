@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+from pathlib import Path
+
 import numpy as np
 import torch
+import transformers
+from transformers import core_model_loading
+from transformers.distributed import DistributedConfig
 
 from eprt.config import RuntimeConfig
+from eprt.conformance.oracle import relative_error
 from eprt.errors import UsageError
+from eprt.integrations.transformers import generate, idle_step, load_without_experts, lockstep, parallelize
+from eprt.models.checkpoint import Checkpoint
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import RankContext
 from support.builders import BEHIND_S, said
@@ -27,9 +38,6 @@ def compare_logits(
 ) -> tuple[float, int, int, int]:
     """(relative error of the logits, MoE layers, parameters and buffers before, after) on this rank. `checkpoint`: a
     saved model with other numbers, which both sides then have."""
-    from eprt.conformance.oracle import relative_error
-    from eprt.integrations.transformers import idle_step, parallelize
-
     world = context.world()
     model = make_model(RECIPES[name], dtype)
     if checkpoint is not None:
@@ -71,9 +79,6 @@ def compare_checkpoint_logits(
 ) -> tuple[float, str, str]:
     """(relative error, dispatcher, executor) of this rank's logits, the experts read from `folder/published`, against
     transformers' own forward of `folder/plain`."""
-    from eprt.conformance.oracle import relative_error
-    from eprt.integrations.transformers import idle_step, parallelize
-
     world = context.world(timeout_s=BEHIND_S)
     model = load_plain_model(f"{folder}/plain", dtype).to(world.device)
     count = PROMPTS[world.rank % len(PROMPTS)]
@@ -94,8 +99,6 @@ def compare_checkpoint_logits(
 
 def load_plain_model(folder: str, dtype: torch.dtype) -> torch.nn.Module:
     """All of it in one dtype: transformers 5.17 can't run a DeepSeek-V4 whose norms it keeps in float32."""
-    import transformers
-
     config = transformers.AutoConfig.from_pretrained(folder)
     config._experts_implementation = "eager"
     return (
@@ -152,14 +155,6 @@ class Packed(torch.Tensor):
 
 def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     """What is said to each mistake. `folders`: checkpoints of other models than this qwen3_moe."""
-    import copy
-    import pickle
-
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    from eprt.integrations.transformers import generate, lockstep, parallelize
-
     world = context.world()
     runtime = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=64)
     found: dict[str, str] = {}
@@ -177,7 +172,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
         attempt(name, lambda folder=folder: parallelize(fresh(), world, runtime, checkpoint=folder))
     missing = "/no/such/checkpoint" if world.rank == 1 else folders["dtype"]
     attempt("one rank's files", lambda: parallelize(fresh().bfloat16(), world, runtime, checkpoint=missing))
-    dense = LlamaForCausalLM(LlamaConfig(**DENSE, intermediate_size=32))
+    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DENSE, intermediate_size=32))
     attempt("no experts", lambda: parallelize(dense, world, runtime))
     attempt("no transformer", lambda: parallelize(torch.nn.Linear(2, 2), world, runtime))
     attempt("router logits in the config", lambda: parallelize(fresh(output_router_logits=True), world, runtime))
@@ -257,7 +252,7 @@ def mistakes(context: RankContext, folders: dict[str, str]) -> dict[str, str]:
     attempt("drafts by many ranks", lambda: generate(model, [[5]], assistant_model=with_own_block))
     attempt("an option that nobody knows", lambda: generate(model, [[5]], colour=3))
     attempt("graphs", lambda: generate(model, [[5]], graphs=8))
-    two, cache = [[5], [6]], DynamicCache()
+    two, cache = [[5], [6]], transformers.DynamicCache()
     attempt("a cache of two batches", lambda: generate(model, two, batch_size=1, past_key_values=cache))
     attempt("its newer name", lambda: generate(model, two, batch_size=1, cache=cache))
     attempt("negative prompts", lambda: generate(model, two, batch_size=1, negative_prompt_ids=ids))
@@ -310,16 +305,12 @@ def broken_off(model) -> None:
 
 
 def inside_lockstep(model, generates: bool, other=None) -> None:
-    from eprt.integrations.transformers import generate, lockstep
-
     with lockstep(model):
         if generates:
             generate(other or model, [[5]])
 
 
 def stream(model, *batches):
-    from eprt.integrations.transformers import lockstep
-
     with torch.no_grad(), lockstep(model):
         for batch in batches:
             yield model(batch).logits
@@ -328,14 +319,6 @@ def stream(model, *batches):
 def load_lean(context: RankContext, folder: str) -> tuple[int, int, int]:
     """(most bytes held beyond earlier ones while `folder` is loaded and spread, bytes of experts that eprt read, bytes
     that transformers read), on this rank. Pages of mapped files count as held."""
-    import gc
-    from pathlib import Path
-
-    from transformers import core_model_loading
-
-    from eprt.integrations.transformers import load_without_experts, parallelize
-    from eprt.models.checkpoint import Checkpoint
-
     world = context.world()
     runtime = RuntimeConfig(executor="torch_grouped", max_tokens_per_rank=16)
     experts, others = [0], [0]
@@ -380,8 +363,6 @@ IDS = torch.arange(3, 21).view(2, 9)
 
 def logits_from_files(context: RankContext, folder: str) -> torch.Tensor:
     """Logits of a model whose experts come from `folder` over the ranks, in float32."""
-    from eprt.integrations.transformers import load_without_experts, parallelize
-
     model = load_without_experts(folder, dtype=torch.float32)
     layers = parallelize(model, context.world(), RuntimeConfig(executor="reference", max_tokens_per_rank=32))
     with torch.no_grad():
