@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.cases import tiny_families
 from support.cases.broken_files import change_config
@@ -31,6 +32,7 @@ from torch import nn
 from eprt.cli import main
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError, UsageError
+from eprt.integrations.transformers import agreement, load_without_experts, parallelize, spread
 from eprt.models import has_family
 from eprt.models.checkpoint import SINGLE
 from eprt.placement import ExpertPlacement
@@ -98,10 +100,6 @@ def test_tokens_tell_gate_from_up() -> None:
 
 def test_kimi_k2_runs_by_the_code_of_deepseek_v3(tmp_path: Path) -> None:
     """Its checkpoints bring their own, with a config of a name that transformers knows."""
-    from transformers import PretrainedConfig
-
-    from eprt.integrations.transformers import load_without_experts, parallelize
-
     model = tiny_families.tiny_model("deepseek_v3")
     model.save_pretrained(tmp_path)
     own_code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
@@ -111,7 +109,9 @@ def test_kimi_k2_runs_by_the_code_of_deepseek_v3(tmp_path: Path) -> None:
         parallelize(ours, world)
         prompt = torch.tensor(PROMPTS[0][:1])
         torch.testing.assert_close(ours(prompt).logits, model(prompt).logits, rtol=1e-4, atol=1e-4)
-    theirs = type("DeepseekV3Config", (PretrainedConfig,), {"__module__": "transformers_modules.of_a_checkpoint"})
+    theirs = type(
+        "DeepseekV3Config", (transformers.PretrainedConfig,), {"__module__": "transformers_modules.of_a_checkpoint"}
+    )
     with pytest.raises(ConfigError, match="takes no DeepseekV3Config of the checkpoint's own code: leave trust_remote"):
         load_without_experts(tmp_path, config=theirs())  # as trust_remote_code=True finds it
 
@@ -119,8 +119,6 @@ def test_kimi_k2_runs_by_the_code_of_deepseek_v3(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma4", "jamba"])
 def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
     """Stacked tensors, and one tensor an expert: of four ranks one reads a quarter of the bytes, which are its own."""
-    from eprt.integrations.transformers import load_without_experts, spread
-
     model = tiny_families.tiny_model(name)
     model.save_pretrained(tmp_path)
     empty = load_without_experts(tmp_path, dtype=torch.float32, model_class=type(model))
@@ -140,8 +138,6 @@ def test_a_rank_reads_its_own_experts_only(tmp_path: Path, name: str) -> None:
 
 
 def test_experts_of_text_and_of_images_lie_where_their_own_placements_say() -> None:
-    from eprt.integrations.transformers import spread
-
     parallel, E = ParallelConfig(2), tiny_families.NUM_EXPERTS
     placed = PlacementFile(E, 2, {number: (number, *(e for e in range(E) if e != number)) for number in range(4)})
     source = spread.open_source(tiny_families.tiny_model("ernie4_5_vl_moe"), None)
@@ -153,7 +149,6 @@ def test_experts_of_text_and_of_images_lie_where_their_own_placements_say() -> N
 
 def test_a_block_that_broke_off_leaves_no_call_out_later() -> None:
     """Experts for images that ran in a broken forward are called without tokens in the next, whose batch has none."""
-    from eprt.integrations.transformers import spread
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -195,8 +190,6 @@ def test_a_block_that_broke_off_leaves_no_call_out_later() -> None:
     ids=["missing", "cut", "none"],
 )
 def test_an_expert_that_is_not_as_the_others(tmp_path: Path, change, said: str) -> None:
-    from eprt.integrations.transformers import load_without_experts, spread
-
     tiny_families.tiny_model("jamba").save_pretrained(tmp_path)
     held = load_file(tmp_path / SINGLE)
     change(held, "model.layers.0.feed_forward.experts.3.down_proj.weight")
@@ -210,8 +203,6 @@ def test_an_expert_that_is_not_as_the_others(tmp_path: Path, change, said: str) 
 @pytest.mark.skipif("inkling2_loop" not in TESTED, reason="transformers >= 5.24")
 def test_packed_experts_are_named_by_their_dtype(tmp_path: Path) -> None:
     """transformers unpacks Inkling 2's experts by scales of any shape; eprt says which tensor it can't read."""
-    from eprt.integrations.transformers import load_without_experts, spread
-
     model = tiny_families.tiny_model("inkling2_loop")
     model.save_pretrained(tmp_path)
     held, key = load_file(tmp_path / SINGLE), "model.llm.layers.0.mlp.experts.w13_weight"
@@ -228,8 +219,6 @@ def test_packed_experts_are_named_by_their_dtype(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_tokens_calls_looped_layers_once_a_pass() -> None:
-    from eprt.integrations.transformers import agreement
-
     world: Any = SimpleNamespace(num_dispatchers=0)
     model: Any = nn.ModuleList(nn.Identity() for _ in range(5))
     for module in model[1:]:
@@ -244,10 +233,6 @@ def test_a_rank_without_tokens_calls_looped_layers_once_a_pass() -> None:
 
 def test_a_checkpoint_of_several_models_gives_the_one_whose_class_is_asked_for(tmp_path: Path) -> None:
     """Qwen3-Omni as it is published: thinker and talker. The thinker alone is what the families' test loads."""
-    import transformers
-
-    from eprt.integrations.transformers import load_without_experts, parallelize
-
     fields = tiny_families.shrink(transformers.Qwen3OmniMoeConfig().to_dict()) | {"enable_audio_output": False}
     own = ("model_type", "architectures", "transformers_version", "_name_or_path")
     config = transformers.Qwen3OmniMoeConfig(**{name: fields[name] for name in fields if name not in own})
@@ -266,8 +251,6 @@ def test_a_checkpoint_of_several_models_gives_the_one_whose_class_is_asked_for(t
 
 
 def test_a_model_in_memory_whose_experts_hold_nan() -> None:
-    from eprt.integrations.transformers import spread
-
     source = spread.open_source(tiny_families.tiny_model("jamba"), None)
     path, experts = next(iter(source.modules.items()))
     experts.down_proj[3, 0, 0] = torch.nan

@@ -11,11 +11,13 @@ import pytest
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
 import torch
+import transformers
 from support.cases.model_recipes import RECIPES, VOCABULARY, make_model
 from support.cases.text_model import FIRST, write_tokenizer
 from support.jobs import generation_jobs as jobs
 
 from eprt.errors import UsageError
+from eprt.integrations.transformers import generate, parallelize
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.world import World
 
@@ -102,7 +104,6 @@ def test_a_prompts_own_constraint_follows_it_into_its_batch(pools, folder: Path)
 
 def test_graphs_follow_weights_and_adapters_that_are_exchanged(folder: Path) -> None:
     """A captured graph reads the memory, and has the launches, of its capture. PEFT's layers have these fields."""
-    from eprt.integrations.transformers import generate, parallelize
     from eprt.integrations.transformers.agreement import agreement_of
 
     model, other = (jobs.load(str(folder), torch.float32) for _ in range(2))
@@ -132,8 +133,6 @@ def test_graphs_follow_weights_and_adapters_that_are_exchanged(folder: Path) -> 
 
 def test_nan_of_one_batch_is_not_in_the_next_one(folder: Path) -> None:
     """A mask leaves numbers out by weight 0, which NaN survives: that of a broken step stays in the cache of graphs."""
-    from eprt.integrations.transformers import generate, parallelize
-
     model = jobs.load(str(folder), torch.float32)
     expected = [jobs.alone(model, PROMPTS[0], **GREEDY)]
     longer, embeddings = [7] * (len(PROMPTS[0]) + 8), model.get_input_embeddings().weight.data
@@ -162,9 +161,7 @@ def test_the_choice_is_that_of_the_probabilities() -> None:
 
 def test_stop_strings_end_answers(pools, folder: Path) -> None:
     """At other steps in one batch, as transformers ends each prompt alone; pads are neither returned nor streamed."""
-    from transformers import AutoTokenizer
-
-    model, tokenizer = jobs.load(str(folder), torch.float32), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = jobs.load(str(folder), torch.float32), transformers.AutoTokenizer.from_pretrained(folder)
     options = GREEDY | {"max_new_tokens": 10, "suppress_tokens": list(range(VOCABULARY - 1, VOCABULARY))}
     free = [jobs.alone(model, prompt, **options) for prompt in PROMPTS]
     options["stop_strings"] = [chr(FIRST + free[0][3]), "".join(chr(FIRST + token) for token in free[2][4:6])]
@@ -178,9 +175,7 @@ def test_stop_strings_end_answers(pools, folder: Path) -> None:
 def test_what_ends_beams_and_what_is_drafted_are_the_loops_own(pools, folder: Path) -> None:
     """Beams that a stop string ends are filled up in a batch; a drafting loop chooses several tokens at once; -1 pads
     of old files are no tokens."""
-    from transformers import AutoTokenizer
-
-    model, tokenizer = jobs.load(str(folder), torch.float32), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = jobs.load(str(folder), torch.float32), transformers.AutoTokenizer.from_pretrained(folder)
     options = GREEDY | {"max_new_tokens": 12}
     free = [jobs.alone(model, prompt, **options) for prompt in PROMPTS]
     beams = options | {"num_beams": 2, "stop_strings": [chr(FIRST + free[0][3]), chr(FIRST + free[1][1])]}

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
 import torch
+import transformers
 from support.builders import NOTHING
 from support.cases import tiny_families
 from support.cases.model_checkpoints import DIALECTS, WRITERS
@@ -21,6 +22,7 @@ from support.jobs import integration_jobs as jobs
 from eprt.config import RuntimeConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError, ConfigError, UsageError
+from eprt.integrations.transformers import agreement, load_without_experts, parallelize
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed
@@ -218,8 +220,6 @@ def test_a_lean_model_never_holds_nor_reads_another_ranks_experts(pools, tmp_pat
     ],
 )
 def test_files_that_are_no_checkpoint(tmp_path: Path, file: str, text: str | None, said: str) -> None:
-    from eprt.integrations.transformers import load_without_experts
-
     write_tiny_checkpoint(tmp_path, num_layers=1)
     (tmp_path / file).unlink()
     if text is not None:
@@ -229,10 +229,6 @@ def test_files_that_are_no_checkpoint(tmp_path: Path, file: str, text: str | Non
 
 
 def test_an_auto_class_leaves_experts_out_too(tmp_path: Path) -> None:
-    import transformers
-
-    from eprt.integrations.transformers import load_without_experts, parallelize
-
     write_tiny_checkpoint(tmp_path, num_layers=1)
     model = load_without_experts(tmp_path, model_class=transformers.AutoModelForCausalLM)
     assert isinstance(model, transformers.GptOssForCausalLM)
@@ -258,8 +254,6 @@ CHANGES = {  # after the model was made, where only one of transformers and eprt
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_router_that_is_not_as_the_config_says(change: str, tmp_path: Path) -> None:
-    from eprt.integrations.transformers import parallelize
-
     make_model(RECIPES["qwen3_moe"]).save_pretrained(tmp_path)
     changed, said = CHANGES[change]
     with World.from_env("cpu") as world:
@@ -273,7 +267,6 @@ def test_a_router_that_is_not_as_the_config_says(change: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["mixtral", "afmoe"])
 def test_experts_that_are_sharded_packed_or_spread_already(name: str) -> None:
     """Another library's shards have the whole shape and hold a part of it; packed numbers have scales elsewhere."""
-    from eprt.integrations.transformers import agreement, parallelize
 
     def fresh():
         model = make_model(RECIPES[name]) if name in RECIPES else tiny_families.tiny_model(name)
@@ -299,7 +292,6 @@ def test_experts_that_are_sharded_packed_or_spread_already(name: str) -> None:
 @pytest.mark.parametrize(("name", "wrapped"), [("mixtral", "base_layer"), ("afmoe", "original_module")])
 def test_adapters_of_experts_would_be_lost(name: str, wrapped: str, tmp_path: Path) -> None:
     """PEFT isn't installed here: what it leaves on a model are its configs, wrappers, and `get_base_model`."""
-    from eprt.integrations.transformers import load_without_experts, parallelize
 
     def fresh():
         return make_model(RECIPES[name]) if name in RECIPES else tiny_families.tiny_model(name)
@@ -340,8 +332,6 @@ def test_adapters_of_experts_would_be_lost(name: str, wrapped: str, tmp_path: Pa
     ids=lambda options: " ".join(options),
 )
 def test_fields_of_the_config_and_folders_are_options_too(tmp_path: Path, options: dict, monkeypatch) -> None:
-    from eprt.integrations.transformers import load_without_experts
-
     write_tiny_checkpoint(tmp_path / "inner", num_layers=1)
     monkeypatch.chdir(tmp_path)
     model = load_without_experts("." if "subfolder" in options else "inner", **options)
@@ -363,8 +353,6 @@ def test_fields_of_the_config_and_folders_are_options_too(tmp_path: Path, option
 )
 def test_all_weights_come_from_the_files_of_the_experts(tmp_path: Path, option: dict) -> None:
     """Else attention would be another file's."""
-    from eprt.integrations.transformers import load_without_experts
-
     write_tiny_checkpoint(tmp_path, num_layers=1)
     with pytest.raises(ConfigError, match=f"{next(iter(option))}=.* leave it out"):
         load_without_experts(tmp_path, **option)
@@ -374,8 +362,6 @@ def test_packing_attention_while_it_is_loaded_leaves_the_experts_in_the_files(tm
     """transformers' FP8 puts modules of its own in the place of experts, too."""
     from transformers import FineGrainedFP8Config
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    from eprt.integrations.transformers import load_without_experts, parallelize
 
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)  # it asks for a GPU
     tiny_families.tiny_model("flex_olmo").save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from support.cases import tiny_families
 from support.cases.model_cases import packed, saved
@@ -18,6 +19,7 @@ from support.jobs.integration_jobs import IDS, logits_from_files
 
 from eprt.cli import main, run
 from eprt.errors import CheckpointError, ConfigError
+from eprt.integrations.transformers import load_without_experts, parallelize
 from eprt.models import load_layer
 from eprt.models.checkpoint import QUANT_CONFIG, SINGLE
 from eprt.world import World
@@ -45,11 +47,9 @@ def test_eprt_run(tmp_path: Path, dialect: str, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_parallelize(pools, tmp_path: Path, dialect: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder, plain, _ = packed(tmp_path, dialect, {"dtype": "float32"})
     with torch.no_grad():
-        want = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(IDS).logits
+        want = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(IDS).logits
     for found in pools(2).run(logits_from_files, folder=str(folder)):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
 
@@ -57,8 +57,6 @@ def test_parallelize(pools, tmp_path: Path, dialect: str) -> None:
 @pytest.mark.parametrize("older", [False, True], ids=["config.json", "hf_quant_config.json"])
 def test_packed_attention_that_transformers_does_not_read(tmp_path: Path, older: bool) -> None:
     """It would take ModelOpt's codes without their scales."""
-    from eprt.integrations.transformers import load_without_experts
-
     name = f"{QUERY}.weight"
     folder, *_ = packed(tmp_path, "fp8_tensor")
     drop = ("quantization_config",) if older else ()
@@ -88,8 +86,6 @@ def test_what_transformers_cannot_load_or_would_make_up(
     tmp_path: Path, tensors: dict[str, torch.Tensor], config: dict[str, object], drop: str, said: str
 ) -> None:
     """It begins such weights with random numbers, which differ between ranks."""
-    from eprt.integrations.transformers import load_without_experts
-
     folder = edit(saved("qwen3_moe")[-1]["original"], tmp_path, tensors, config, (drop,))
     with pytest.raises((CheckpointError, ConfigError), match=f"^{folder}.*{said}"):
         load_without_experts(folder)
@@ -98,8 +94,6 @@ def test_what_transformers_cannot_load_or_would_make_up(
 @pytest.mark.parametrize(("end", "refused"), [("slope_rate", False), ("expert_bias", True)])
 def test_a_buffer_is_missed_unless_config_json_gives_it(tmp_path: Path, end: str, refused: bool) -> None:
     """MiniMax's decays come from its number of heads; a router's bias comes from training alone."""
-    from eprt.integrations.transformers import load_without_experts
-
     folder = tmp_path / "whole"
     tiny_families.tiny_model("lfm2_moe" if refused else "minimax").save_pretrained(folder)
     name = next(name for name in load_file(folder / SINGLE) if name.endswith(end))
@@ -109,8 +103,6 @@ def test_a_buffer_is_missed_unless_config_json_gives_it(tmp_path: Path, end: str
 
 
 def test_numbers_that_are_none_outside_of_the_experts(tmp_path: Path) -> None:
-    from eprt.integrations.transformers import load_without_experts, parallelize
-
     norm = torch.ones(64)
     for number, refused in ((float("inf"), False), (float("nan"), True)):
         norm[3] = number
