@@ -9,10 +9,12 @@ import pytest
 pytest.importorskip("transformers", reason="pip install 'eprt[transformers]'")
 
 import torch
-from support.cases.model_recipes import RECIPES, known, make_model, scratch
+from support.cases.model_recipes import RECIPES, known, make_config, make_model, scratch
 from support.jobs import generation_jobs as jobs
 
+from eprt.integrations.transformers.decode import model_refusal
 from eprt.models import FAMILIES
+from eprt.ranks.launcher import WorldFailed
 
 NEW_TOKENS = 6
 # Of each rank: none on the second; the last one runs out first.
@@ -150,8 +152,6 @@ def test_sampled_tokens_differ_by_seed_alone(pools) -> None:
 def _require_registry(name: str) -> None:
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers >= 5.23")
     pytest.importorskip("accelerate", reason="transformers' sharded loading asks for it")
-    from support.cases.model_recipes import make_config
-
     plan = make_config(RECIPES[name]).base_model_ep_plan or {}
     if "ep_dispatch_experts" not in plan.values():
         pytest.skip(f"transformers has no ep_dispatch_experts plan for {name}")
@@ -231,8 +231,6 @@ def test_what_has_no_graphs_runs_without_and_says_why(
 def test_a_checkpoints_own_options_leave_graphs_out_beside_a_config_that_is_given() -> None:
     from transformers import GenerationConfig
 
-    from eprt.integrations.transformers.decode import model_refusal
-
     model, options = make_model(RECIPES["qwen3_moe"]), {"generation_config": GenerationConfig(max_new_tokens=2)}
     for name, value in (("num_beams", 2), ("cache_implementation", "static"), ("assistant_early_exit", 1)):
         assert not model_refusal(model, options)
@@ -252,8 +250,6 @@ def test_a_model_that_breaks_its_capture_runs_without(pools, breaks: type[Runtim
 
 
 def test_ranks_that_ask_for_other_graphs_are_told(pools) -> None:
-    from eprt.ranks.launcher import WorldFailed
-
     with pytest.raises(WorldFailed, match=r"WorldMismatch: the ranks disagree about this call \(fingerprint, graphs\)"):
         replay(pools, "qwen3_moe", graphs=(2,), other_graphs=(4,))
 

@@ -18,6 +18,9 @@ from support.jobs import generation_jobs as jobs
 
 from eprt.errors import UsageError
 from eprt.integrations.transformers import generate, parallelize
+from eprt.integrations.transformers.agreement import ForwardAgreement, Place, agreement_of
+from eprt.integrations.transformers.sequences import SeededChoice
+from eprt.models.checkpoint import Checkpoint, _say_rounded
 from eprt.ranks.launcher import WorldFailed, launch
 from eprt.world import World
 
@@ -68,8 +71,6 @@ def test_ranks_batch_continuously_in_lockstep(pools, folder: Path, shares: tuple
 
 def test_a_forward_in_another_librarys_graph_is_refused_where_ranks_would_have_to_meet(monkeypatch) -> None:
     """As transformers' continuous batching captures by default on a GPU; its replays would meet nobody."""
-    from eprt.integrations.transformers.agreement import ForwardAgreement, Place
-
     world = Mock(size=2, device=torch.device("cuda"), current_step=None)
     place = Place(world, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -104,8 +105,6 @@ def test_a_prompts_own_constraint_follows_it_into_its_batch(pools, folder: Path)
 
 def test_graphs_follow_weights_and_adapters_that_are_exchanged(folder: Path) -> None:
     """A captured graph reads the memory, and has the launches, of its capture. PEFT's layers have these fields."""
-    from eprt.integrations.transformers.agreement import agreement_of
-
     model, other = (jobs.load(str(folder), torch.float32) for _ in range(2))
     adapted = model.model.layers[0].self_attn.q_proj
     adapted.active_adapters, adapted.disable_adapters, adapted.merged_adapters = ["mine"], False, []
@@ -148,8 +147,6 @@ def test_nan_of_one_batch_is_not_in_the_next_one(folder: Path) -> None:
 
 def test_the_choice_is_that_of_the_probabilities() -> None:
     """4,000 rows of the same scores: frequencies within five standard deviations, and nothing that is masked."""
-    from eprt.integrations.transformers.sequences import SeededChoice
-
     scores = torch.tensor([2.0, 1.0, 0.0, -torch.inf, -1.0])
     rows = 4000
     found = SeededChoice(range(rows), torch.device("cpu"))(torch.empty(0), scores.expand(rows, -1))
@@ -208,8 +205,6 @@ def test_prompts_of_equal_length_share_a_batch_where_attention_carries_state(poo
 
 def test_a_float16_checkpoint_is_rounded_to_bfloat16_with_one_warning(pools, tmp_path: Path, caplog) -> None:
     """Experts and attention: as transformers' own model of the same files in bfloat16."""
-    from eprt.models.checkpoint import Checkpoint, _say_rounded
-
     make_model(RECIPES["qwen3_moe"]).half().save_pretrained(tmp_path)
     plain = jobs.load(str(tmp_path), torch.bfloat16)
     _say_rounded.cache_clear()

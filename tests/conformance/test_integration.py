@@ -23,6 +23,7 @@ from eprt.config import RuntimeConfig
 from eprt.conformance.tiny_model import write_tiny_checkpoint
 from eprt.errors import CheckpointError, ConfigError, UsageError
 from eprt.integrations.transformers import agreement, load_without_experts, parallelize
+from eprt.integrations.transformers.load import find_checkpoint
 from eprt.placement import EMPTY
 from eprt.placement.file import PlacementFile
 from eprt.ranks.launcher import WorldFailed
@@ -374,8 +375,6 @@ def test_packing_attention_while_it_is_loaded_leaves_the_experts_in_the_files(tm
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
-    from eprt.integrations.transformers.load import find_checkpoint
-
     revision = "0123456789abcdef0123456789abcdef01234567"
     folder = tmp_path / "models--someone--tiny"
     write_tiny_checkpoint(folder / "snapshots" / revision, num_layers=1)

@@ -21,12 +21,18 @@ from support.cases.broken_files import change_config
 from support.jobs import rank_jobs as jobs
 from support.processes import Python, descendants, environment, run_python, wait_until_gone
 
+from eprt import diagnosis
 from eprt.bench.report import Report
-from eprt.cli import arguments, main
+from eprt.cli import arguments, doctor, main
 from eprt.cli.arguments import Simulation
 from eprt.cli.parsing import COMMANDS, parse
 from eprt.cli.ranks import ranks
 from eprt.cli.terminal import Terminal, configure_logging
+from eprt.conformance.cases import CASES
+from eprt.conformance.checks import Check
+from eprt.dispatch import DISPATCHERS
+from eprt.experts import EXECUTORS
+from eprt.models.gpt_oss import GptOss
 from eprt.ranks.launcher import WorldFailed, launch
 
 
@@ -136,8 +142,6 @@ def test_a_refusal_is_one_block_without_traceback(tiny: Path, words: tuple[str, 
 
 
 def test_a_model_without_moe_layers_is_refused(tiny: Path, monkeypatch, capsys) -> None:
-    from eprt.models.gpt_oss import GptOss
-
     monkeypatch.setattr(GptOss, "moe_layers", lambda *_: [])
     assert main(["run", "--model", str(tiny), "--device", "cpu", "--world", "1"]) == 2
     assert "the gpt_oss model has no MoE layers" in capsys.readouterr().err
@@ -264,9 +268,6 @@ def test_help_of_an_option_is_broken_where_the_terminal_ends_and_nowhere_else(na
 
 
 def test_doctor_reports_this_machine(capsys) -> None:
-    from eprt.dispatch import DISPATCHERS
-    from eprt.experts import EXECUTORS
-
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"] == torch.__version__
@@ -299,8 +300,6 @@ def test_flags_that_doctor_could_do_nothing_with_are_refused(words: str, says: s
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
-    from eprt import diagnosis
-
     versions = {"deep-ep": "1.0.0", "flashinfer-python": "0.7.2", "flashinfer-jit-cache": "0.7.1+cu130"}
     monkeypatch.setattr(diagnosis, "_version", versions.get)
     monkeypatch.setattr(diagnosis.importlib.util, "find_spec", lambda name: object() if name == "deep_ep" else None)
@@ -329,10 +328,6 @@ def test_doctor_finds_what_is_wrong(monkeypatch) -> None:
 
 
 def test_doctor_proof_passes_and_fails(monkeypatch, capsys) -> None:
-    from eprt.cli import doctor
-    from eprt.conformance.cases import CASES
-    from eprt.conformance.checks import Check
-
     few = [Check("transport", case, "torch") for case in CASES[:3]]
     monkeypatch.setattr(doctor, "standard_checks", lambda size, device: few)
     assert main(["doctor", "--run", "--world", "2"]) == 0
@@ -347,8 +342,6 @@ def test_doctor_proof_passes_and_fails(monkeypatch, capsys) -> None:
 
 def test_doctor_proves_as_many_ranks_as_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4, the default, attention TP of 2 can be checked; of these 3 it can't."""
-    from eprt.cli import doctor
-
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     asked: list[int] = []

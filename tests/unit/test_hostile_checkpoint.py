@@ -24,8 +24,10 @@ from support.cases.broken_files import (
 
 from eprt.errors import CheckpointError, ConfigError
 from eprt.json_files import MAX_DEPTH, parse_object
-from eprt.models import load_layer
+from eprt.models import load_layer, shards
 from eprt.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_config
+from eprt.models.families import Qwen3Moe
+from eprt.models.schemes import scheme_of
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +101,6 @@ def test_nesting_is_limited() -> None:
 
 
 def test_a_long_list_of_dense_layers_takes_linear_time(tmp_path: Path) -> None:
-    from eprt.models.families import Qwen3Moe
-
     hf = {"num_hidden_layers": 10_000, "mlp_only_layers": list(range(3_000_000))}
     started = time.process_time()
     assert Qwen3Moe().moe_layers(hf) == []
@@ -108,8 +108,6 @@ def test_a_long_list_of_dense_layers_takes_linear_time(tmp_path: Path) -> None:
 
 
 def test_200_000_exclude_patterns() -> None:
-    from eprt.models.schemes import scheme_of
-
     quant = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [f"lm.{i}" for i in range(200_000)]}
     started = time.process_time()
     assert scheme_of({"quantization_config": quant}, ("model.x",)).format == "nvfp4"
@@ -160,8 +158,6 @@ def test_nan_among_fp8_codes_is_found(tmp_path: Path, code: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_slices_are_those_of_torch(tmp_path: Path, seed: int, monkeypatch) -> None:
     """Whatever way the reads are cut: limits are made small so that each is taken."""
-    from eprt.models import shards
-
     dice = random.Random(seed)
     monkeypatch.setattr(shards, "_SPAN_BYTES", dice.choice((16, 64, 300, 1 << 20)))
     shape = [dice.randint(1, 7) for _ in range(dice.randint(1, 4))]

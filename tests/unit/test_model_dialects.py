@@ -13,7 +13,7 @@ from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
 from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
-from eprt.models.checkpoint import SINGLE
+from eprt.models.checkpoint import SINGLE, Checkpoint
 from eprt.weights import Int4
 
 ORDERED = ("gptq_act_order", "pack_quantized_act_order")
@@ -63,8 +63,6 @@ def test_zero_points_and_scales_keep_what_files_say(tmp_path):
 
 
 def test_only_own_experts_are_read(tmp_path):
-    from eprt.models.checkpoint import Checkpoint
-
     for dialect in ("pack_quantized", "awq"):
         folder, _, layer = packed(tmp_path / dialect, dialect)
         read = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import torch
 
 from eprt.errors import InputError
+from eprt.world import World
 from support.builders import NOTHING, caught, said
 from support.jobs.layer_jobs import H, good_routing, kept, make_layer, tokens_of
 
@@ -182,10 +184,6 @@ def from_a_thread(context):
 
 def alone():
     """A world of one. (tokens, R, the refusal of more tokens than it said)"""
-    from types import SimpleNamespace
-
-    from eprt.world import World
-
     with World.from_env("cpu") as world:
         moe = make_layer(SimpleNamespace(world=lambda **_: world))
         with world.step(0) as empty:
