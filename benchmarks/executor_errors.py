@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from one_rank import executor_of, tokens_of
 
-from eprt.bench.experts import SHAPES
 from eprt.bench.report import Report
+from eprt.bench.shapes import SHAPES
 from eprt.conformance.oracle import relative_error
 
 TOKENS = (8, 128, 1024)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from eprt.bench.experts import SHAPES, ExpertCase, random_experts
+from eprt.bench.experts import ExpertCase, random_experts
 from eprt.bench.routings import sample_ids
+from eprt.bench.shapes import shape_of
 from eprt.config import MoEConfig, RuntimeConfig
 from eprt.experts import Executor, make_executor
 from eprt.tokens import FlatTokens, Payload
@@ -13,10 +14,10 @@ from eprt.tokens import FlatTokens, Payload
 
 def executor_of(shape: str, name: str, device: torch.device, low_precision: bool = False) -> Executor:
     """Makes an executor of the same random weights in every call."""
-    config = SHAPES[shape].config
+    config = shape_of(shape).config
     shard = ExpertCase(name, shape, config).shard
     torch.manual_seed(0)
-    weights = random_experts(config, shard.num_local_experts, device, SHAPES[shape].group)
+    weights = random_experts(config, shard.num_local_experts, device, shape_of(shape).group)
     runtime = RuntimeConfig(low_precision_activations=low_precision)
     return make_executor(name, config, shard, weights, device, runtime, "flat")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eprt.bench.experts import SHAPES
+from eprt.bench.shapes import SHAPES
 from eprt.dispatch import DISPATCHERS
 from eprt.experts import EXECUTORS
 from eprt.plan.measured import sizes_of_experts

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from one_rank import executor_of, tokens_of
 
-from eprt.bench.experts import SHAPES
 from eprt.bench.report import Report
+from eprt.bench.shapes import SHAPES
 
 _STALL, _PER_ISSUE = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
 _PERCENT = {

@@ -27,9 +27,10 @@ from unittest.mock import patch
 import torch
 from one_rank import executor_of
 
-from eprt.bench.experts import SHAPES, Ceilings
+from eprt.bench.experts import Ceilings
 from eprt.bench.report import Report
 from eprt.bench.routings import read_routing, sampled_tokens
+from eprt.bench.shapes import SHAPES
 from eprt.experts.grouped import TritonGroupedExecutor
 from eprt.experts.grouped.schedules import ANY, HOPPER, Pair, Schedule, Tile, choose
 from eprt.timing import device_microseconds

@@ -22,10 +22,10 @@ import torch
 from eprt.bench.baselines import MISSING, baselines
 from eprt.bench.report import Report, Row
 from eprt.bench.routings import read_routing, sampled_tokens
-from eprt.config import Activation, MoEConfig, ParallelConfig, Routing, RuntimeConfig, WeightFormat
+from eprt.bench.shapes import SHAPES, shape_of
+from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig, WeightFormat
 from eprt.errors import ConfigError
 from eprt.experts import EXECUTORS, Executor, executor_spec, make_executor
-from eprt.models.published import published_layer
 from eprt.placement import ExpertPlacement, ExpertShard
 from eprt.rounding import ceil_div
 from eprt.routing import Router
@@ -48,45 +48,6 @@ from eprt.weights import (
 )
 
 VOCABULARY = 1024  # token ids of a random hash router
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """A layer, the EP size that cuts it, and how many columns share a scale of INT4."""
-
-    config: MoEConfig
-    ep_size: int
-    group: int = INT4_GROUPS[0]
-
-
-def _shape(
-    model: str, ep_size: int, weight_format: WeightFormat | None = None, group: int = INT4_GROUPS[0]
-) -> ExpertShape:
-    config = published_layer(model)
-    weight_format = weight_format or config.weight_format
-    return ExpertShape(replace(config, routing=Routing(), shared=None, weight_format=weight_format), ep_size, group)
-
-
-SHAPES: dict[str, ExpertShape] = {
-    "gpt-oss-120b": _shape("gpt-oss-120b", 4),
-    "gpt-oss-20b": _shape("gpt-oss-20b", 1),
-    "deepseek-v4-flash": _shape("DeepSeek-V4-Flash", 4),
-    "deepseek-v3": _shape("DeepSeek-V3", 4, "mxfp4"),
-    "deepseek-v3-nvfp4": _shape("DeepSeek-V3-NVFP4", 4),
-    "deepseek-v3-fp8": _shape("DeepSeek-V3", 4),
-    "kimi-k2-fp8": _shape("Kimi-K2-Instruct", 8),
-    "kimi-k2-int4": _shape("Kimi-K2-Thinking", 8),
-    "qwen3-30b-a3b": _shape("Qwen3-30B-A3B", 2),
-    "qwen3-30b-fp8": _shape("Qwen3-30B-A3B", 1, "fp8_block"),
-    "qwen3-30b-gptq": _shape("Qwen3-30B-A3B-GPTQ-Int4", 1, group=128),
-    "qwen3-235b-int4": _shape("Qwen3-235B-A22B-GPTQ-Int4", 4, group=128),
-    "glm-4.5-air": _shape("GLM-4.5-Air", 4),
-    "glm-4.5-air-fp8-channel": _shape("GLM-4.5-Air-FP8", 4),
-    "deepseek-v3-fp8-channel": _shape("DeepSeek-V3", 4, "fp8_channel"),
-    "mixtral-8x7b": _shape("Mixtral-8x7B-Instruct-v0.1", 2),
-    # Gemma-4-26B-A4B's, a family that eprt has no reader for.
-    "gemma-4-26b": ExpertShape(MoEConfig(128, 8, 2816, 704, Activation("geglu"), weight_format="bf16"), 1),
-}
 
 
 @dataclass(frozen=True)
@@ -199,7 +160,7 @@ class ExpertCase:
 
     @property
     def parallel(self) -> ParallelConfig:
-        return ParallelConfig(SHAPES[self.shape].ep_size)
+        return ParallelConfig(shape_of(self.shape).ep_size)
 
     @property
     def shard(self) -> ExpertShard:
@@ -213,13 +174,12 @@ def choose_cases(
 
     `executors` None: every row of `eprt.experts.EXECUTORS` but the reference. Raises ConfigError for an unknown name.
     """
-    require_shapes(shapes, SHAPES)
     measured = [name for name, spec in EXECUTORS.items() if not spec.witness]  # nobody would time the witness
     names = measured if executors is None else list(executors)
     cases: list[ExpertCase] = []
     left_out: list[str] = []
     for shape, name in itertools.product(shapes, names):
-        spec, config = executor_spec(name), SHAPES[shape].config
+        spec, config = executor_spec(name), shape_of(shape).config
         if config.weight_format in spec.decodes:
             config = replace(config, weight_format="bf16")
         case = ExpertCase(name, shape, config)
@@ -229,12 +189,6 @@ def choose_cases(
         else:
             left_out.append(f"{name} on {shape}: {verdict.reason}")
     return cases, left_out
-
-
-def require_shapes(shapes: Collection[str], known: Iterable[str]) -> None:
-    """Raises ConfigError for a shape that isn't known."""
-    if unknown := [shape for shape in shapes if shape not in known]:
-        raise ConfigError(f"shape {unknown[0]!r}: expected one of {', '.join(known)}")
 
 
 def experts_report(
@@ -263,7 +217,7 @@ def experts_report(
         known = ", ".join([*others, "none"]) if found else f"none; {MISSING}"
         raise ConfigError(f"--libraries {unknown[0]!r}: expected {known}")
     choose_cases(shapes, executors, runtime, Device("cpu"))  # names that nobody knows are refused on any machine
-    configs = {shape: SHAPES[shape].config for shape in shapes if routing != "uniform"}
+    configs = {shape: shape_of(shape).config for shape in shapes if routing != "uniform"}
     routed = {shape: read_routing(routing, each.num_experts, each.top_k)[0] for shape, each in configs.items()}
     device = cuda_device("experts")
     cases, left_out = choose_cases(shapes, executors, runtime, Device.of(device))
@@ -271,9 +225,9 @@ def experts_report(
     report = Report("experts", [], ceilings.as_dict(), left_out if found else [*left_out, MISSING])
     named = [name for name in libraries or others if name != "none"]
     for shape in shapes:
-        samples = [sampled_tokens(SHAPES[shape].config, count, device, routed.get(shape)) for count in tokens]
+        samples = [sampled_tokens(shape_of(shape).config, count, device, routed.get(shape)) for count in tokens]
         jobs = [partial(_bench_executor, case, runtime) for case in cases if case.shape == shape]
-        others = [ExpertCase(name, shape, SHAPES[shape].config) for name in named]
+        others = [ExpertCase(name, shape, shape_of(shape).config) for name in named]
         jobs += [partial(_bench_baseline, case, bool(libraries)) for case in others]
         for job in jobs:
             done = job(samples, device, ceilings)
@@ -295,7 +249,7 @@ def _bench_executor(
 ) -> list[Row]:
     """Returns the rows of one of eprt's executors."""
     config, shard = case.config, case.shard
-    weights = random_experts(config, shard.num_local_experts, device, SHAPES[case.shape].group)
+    weights = random_experts(config, shard.num_local_experts, device, shape_of(case.shape).group)
     activations = "fp8" if runtime.low_precision_activations else "bf16"
     row, layer_bytes = partial(_row, case, weights.nbytes, ceilings, activations), weights.nbytes
     torch.cuda.synchronize(device)
@@ -321,7 +275,7 @@ def _bench_baseline(
     other, config, shard = library.EXPERTS[case.executor], case.config, case.shard
     if not (verdict := other.supports(config, Device.of(device), named)):
         return [f"{case.executor} on {case.shape}: {verdict.reason}"]
-    weights = random_experts(config, shard.num_local_experts, device, SHAPES[case.shape].group)
+    weights = random_experts(config, shard.num_local_experts, device, shape_of(case.shape).group)
     activations = "fp8" if config.weight_format in ("fp8_block", "fp8_channel") else "bf16"
     rows: list[Row] = []
     try:

@@ -12,8 +12,9 @@ from functools import partial
 
 import torch
 
-from eprt.bench.experts import SHAPES, random_experts, random_linear, random_router, require_shapes
+from eprt.bench.experts import random_experts, random_linear, random_router
 from eprt.bench.report import Row, p50_p99
+from eprt.bench.shapes import shape_of
 from eprt.bench.timing import WARM_ROUNDS, alternating, clocked_phases, or_reason, samples, world_of
 from eprt.config import Activation, MoEConfig, Routing, RuntimeConfig
 from eprt.errors import ConfigError, UnsupportedError
@@ -34,8 +35,7 @@ def shape_config(shape: str) -> MoEConfig:
     """Returns a layer's maths by the shape's name. Raises ConfigError for one that isn't known."""
     if shape == "tiny":
         return TINY
-    require_shapes([shape], ["tiny", *SHAPES])
-    return replace(SHAPES[shape].config, routing=Routing("topk_softmax"))
+    return replace(shape_of(shape).config, routing=Routing("topk_softmax"))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from functools import partial
 
 import torch
 
-from eprt.bench.experts import VOCABULARY, Ceilings, cuda_device, random_router, require_shapes
+from eprt.bench.experts import VOCABULARY, Ceilings, cuda_device, random_router
 from eprt.bench.report import Report, Row
+from eprt.bench.shapes import require_shapes
 from eprt.config import MoEConfig
 from eprt.models.published import published_layer
 from eprt.routing import Router, route_torch

@@ -357,7 +357,7 @@ class BenchExperts(_LowPrecision, PlottedBench):
     tokens: tuple[int, ...] = (1, 8, 32, 128, 512, 2048, 8192)
     """Tokens of all ranks."""
     shapes: tuple[str, ...] = ()
-    """Only these layers (gpt-oss-120b, ...); all if none is named."""
+    """Only these layers (gpt-oss-120b, ...), or a model's, whole or cut (DeepSeek-V3:tp8, DIR:ep4). Default: all."""
     executors: tuple[str, ...] = ()
     """Only these executors; all that work here if none is named."""
     libraries: tuple[str, ...] = ()

@@ -39,7 +39,8 @@ ROUTER = columns(
 
 
 def bench_experts(arguments: BenchExperts, terminal: Terminal) -> int:
-    from eprt.bench.experts import SHAPES, experts_report
+    from eprt.bench.experts import experts_report
+    from eprt.bench.shapes import SHAPES
 
     require_tokens(arguments.tokens, 1)
     terminal.say("bench experts: weights are prepared and kernels tuned first, which takes minutes without a cache")

@@ -11,10 +11,11 @@ import torch
 from support.cases import expert_cases as cases
 
 from eprt.bench import experts as bench
-from eprt.bench import router
+from eprt.bench import router, shapes
 from eprt.bench.baselines import baselines
-from eprt.bench.experts import SHAPES, Ceilings, choose_cases, experts_report, random_experts, random_matrix
+from eprt.bench.experts import Ceilings, choose_cases, experts_report, random_experts, random_matrix
 from eprt.bench.routings import sample_ids, sampled_tokens
+from eprt.bench.shapes import SHAPES, ExpertShape, shape_of
 from eprt.cli import main
 from eprt.config import Activation, MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.conformance.oracle import relative_error, shard_weights
@@ -73,6 +74,21 @@ def test_every_executor_but_the_witness_is_measured_or_left_out_with_its_reason(
     assert all(line.split(": ", 1)[1] for line in left_out)
 
 
+def test_a_models_own_experts_are_a_shape_whole_or_cut(tmp_path):
+    hf = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    hf |= {"hidden_size": 64, "moe_intermediate_size": 96, "hidden_act": "silu", "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    whole, apart, sliced = (shape_of(f"{tmp_path}{cut}") for cut in ("", ":ep4", ":tp3"))
+    assert (whole.config.num_experts, whole.config.intermediate_size, whole.ep_size) == (8, 96, 1)
+    assert (apart.config, apart.ep_size) == (whole.config, 4)
+    assert (sliced.config, sliced.ep_size) == (replace(whole.config, intermediate_size=32), 1)
+    assert shape_of("deepseek-v3:tp8").config.weight_format == "fp8_block"
+    assert shape_of("Qwen3-30B-A3B-GPTQ-Int4:tp2").group == 128
+    for cut, said in ((":ep3", "8 experts don't divide by 3"), (":tp7", "96 intermediate columns don't divide by 7")):
+        with pytest.raises(ConfigError, match=said):
+            shape_of(f"{tmp_path}{cut}")
+
+
 def test_the_cases_of_each_generation():
     def found(device: str, shape: str) -> dict[str, str]:
         cases, _ = choose_cases([shape], None, RuntimeConfig(), Device.parse(device))
@@ -86,9 +102,9 @@ def test_the_cases_of_each_generation():
     assert found("sm100", "deepseek-v3-nvfp4") == nvfp4
     _, left_out = choose_cases(["deepseek-v3-fp8"], ["cutlass_mxfp4"], RuntimeConfig(), Device.parse("sm90"))
     assert left_out == ["cutlass_mxfp4 on deepseek-v3-fp8: takes mxfp4 weights, not fp8_block"]
-    for shapes, executors, message in ((["gpt-6"], None, "shape 'gpt-6'"), (SHAPES, ["marlin"], "executor 'marlin'")):
+    for layers, executors, message in ((["gpt-6"], None, "shape 'gpt-6'"), (SHAPES, ["marlin"], "executor 'marlin'")):
         with pytest.raises(ConfigError, match=message):
-            choose_cases(shapes, executors, RuntimeConfig(), Device.parse("sm90"))
+            choose_cases(layers, executors, RuntimeConfig(), Device.parse("sm90"))
 
 
 def test_the_report_its_table_and_what_was_left_out(monkeypatch, capsys):
@@ -268,9 +284,9 @@ def test_other_libraries_are_measured_where_they_are_or_left_out_with_the_reason
     monkeypatch.setattr(bench, "choose_cases", lambda *_: ([], []))
     monkeypatch.setattr(bench, "device_microseconds", lambda call: (call(), 5.0)[1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    small = bench.ExpertShape(TINY_BF16, 2)
-    packed = bench.ExpertShape(replace(TINY_BF16, weight_format="mxfp4"), 2)
-    monkeypatch.setattr(bench, "SHAPES", {"small": small, "packed": packed})
+    small = ExpertShape(TINY_BF16, 2)
+    packed = ExpertShape(replace(TINY_BF16, weight_format="mxfp4"), 2)
+    monkeypatch.setattr(shapes, "SHAPES", {"small": small, "packed": packed})
     kept: list[int] = []
     report = experts_report(["small", "packed"], tokens=[8, 16], keep=lambda report: kept.append(len(report.rows)))
     assert [(row["executor"], row["tokens"], row["us"]) for row in report.rows] == [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eprt.bench.experts import SHAPES
+from eprt.bench.shapes import SHAPES
 from eprt.config import MoEConfig
 from eprt.dispatch import DISPATCHERS
 from eprt.errors import ConfigError
