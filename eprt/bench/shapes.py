@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from eprt.config import Activation, MoEConfig, Routing, WeightFormat
 from eprt.errors import ConfigError
 from eprt.models import family_for
-from eprt.models.published import model_config, published_layer
+from eprt.models.published import MODELS, model_config
 from eprt.models.schemes import scheme_of
 from eprt.weights import INT4_GROUPS
 
@@ -25,31 +26,38 @@ class ExpertShape:
     group: int = INT4_GROUPS[0]
 
 
-def _shape(
-    model: str, ep_size: int, weight_format: WeightFormat | None = None, group: int = INT4_GROUPS[0]
-) -> ExpertShape:
-    config = published_layer(model)
-    weight_format = weight_format or config.weight_format
-    return ExpertShape(replace(config, routing=Routing(), shared=None, weight_format=weight_format), ep_size, group)
+def _experts_of(hf: dict[str, Any]) -> ExpertShape:
+    """Returns the experts of a model's last MoE layer, whole. INT4 with a scale a row has groups of 32 here."""
+    family = family_for(hf)
+    layer = family.moe_layers(hf)[-1]
+    config = replace(family.moe_config(hf, layer), routing=Routing(), shared=None)
+    group = scheme_of(family.text_config(hf), family.expert_modules(layer)).group
+    return ExpertShape(config, 1, group or INT4_GROUPS[0])
+
+
+def _published(model: str, ep_size: int, weight_format: WeightFormat | None = None) -> ExpertShape:
+    shape = _experts_of(MODELS[model])
+    config = replace(shape.config, weight_format=weight_format or shape.config.weight_format)
+    return replace(shape, config=config, ep_size=ep_size)
 
 
 SHAPES: dict[str, ExpertShape] = {
-    "gpt-oss-120b": _shape("gpt-oss-120b", 4),
-    "gpt-oss-20b": _shape("gpt-oss-20b", 1),
-    "deepseek-v4-flash": _shape("DeepSeek-V4-Flash", 4),
-    "deepseek-v3": _shape("DeepSeek-V3", 4, "mxfp4"),
-    "deepseek-v3-nvfp4": _shape("DeepSeek-V3-NVFP4", 4),
-    "deepseek-v3-fp8": _shape("DeepSeek-V3", 4),
-    "kimi-k2-fp8": _shape("Kimi-K2-Instruct", 8),
-    "kimi-k2-int4": _shape("Kimi-K2-Thinking", 8),
-    "qwen3-30b-a3b": _shape("Qwen3-30B-A3B", 2),
-    "qwen3-30b-fp8": _shape("Qwen3-30B-A3B", 1, "fp8_block"),
-    "qwen3-30b-gptq": _shape("Qwen3-30B-A3B-GPTQ-Int4", 1, group=128),
-    "qwen3-235b-int4": _shape("Qwen3-235B-A22B-GPTQ-Int4", 4, group=128),
-    "glm-4.5-air": _shape("GLM-4.5-Air", 4),
-    "glm-4.5-air-fp8-channel": _shape("GLM-4.5-Air-FP8", 4),
-    "deepseek-v3-fp8-channel": _shape("DeepSeek-V3", 4, "fp8_channel"),
-    "mixtral-8x7b": _shape("Mixtral-8x7B-Instruct-v0.1", 2),
+    "gpt-oss-120b": _published("gpt-oss-120b", 4),
+    "gpt-oss-20b": _published("gpt-oss-20b", 1),
+    "deepseek-v4-flash": _published("DeepSeek-V4-Flash", 4),
+    "deepseek-v3": _published("DeepSeek-V3", 4, "mxfp4"),
+    "deepseek-v3-nvfp4": _published("DeepSeek-V3-NVFP4", 4),
+    "deepseek-v3-fp8": _published("DeepSeek-V3", 4),
+    "kimi-k2-fp8": _published("Kimi-K2-Instruct", 8),
+    "kimi-k2-int4": _published("Kimi-K2-Thinking", 8),
+    "qwen3-30b-a3b": _published("Qwen3-30B-A3B", 2),
+    "qwen3-30b-fp8": _published("Qwen3-30B-A3B", 1, "fp8_block"),
+    "qwen3-30b-gptq": _published("Qwen3-30B-A3B-GPTQ-Int4", 1),
+    "qwen3-235b-int4": _published("Qwen3-235B-A22B-GPTQ-Int4", 4),
+    "glm-4.5-air": _published("GLM-4.5-Air", 4),
+    "glm-4.5-air-fp8-channel": _published("GLM-4.5-Air-FP8", 4),
+    "deepseek-v3-fp8-channel": _published("DeepSeek-V3", 4, "fp8_channel"),
+    "mixtral-8x7b": _published("Mixtral-8x7B-Instruct-v0.1", 2),
     # Gemma-4-26B-A4B's, a family that eprt has no reader for.
     "gemma-4-26b": ExpertShape(MoEConfig(128, 8, 2816, 704, Activation("geglu"), weight_format="bf16"), 1),
 }
@@ -60,8 +68,7 @@ def shape_of(name: str) -> ExpertShape:
 
     Args:
         name: of the table; or a model as `model_config` takes it, whole or cut: `DeepSeek-V3:ep8` has an eighth of the
-            experts, `DeepSeek-V3:tp8` all of them with an eighth of the intermediate size. INT4 with a scale a row is
-            measured with groups of 32.
+            experts, `DeepSeek-V3:tp8` all of them with an eighth of the intermediate size.
 
     Raises:
         ConfigError: neither, or a size that doesn't divide.
@@ -73,16 +80,14 @@ def shape_of(name: str) -> ExpertShape:
         hf = model_config(model)
     except ConfigError as error:
         raise ConfigError(f"shape {name!r}: expected one of {', '.join(SHAPES)}, or a model: {error}") from error
-    family, count = family_for(hf), int(parts)
-    layer = family.moe_layers(hf)[-1]
-    config = replace(family.moe_config(hf, layer), routing=Routing(), shared=None)
-    size, what = (config.num_experts, "experts") if by == "ep" else (config.intermediate_size, "intermediate columns")
+    shape, count = _experts_of(hf), int(parts)
+    E, I = shape.config.num_experts, shape.config.intermediate_size
+    size, what = (E, "experts") if by == "ep" else (I, "intermediate columns")
     if size % count:
         raise ConfigError(f"shape {name!r}: {size} {what} don't divide by {count}")
-    if by == "tp":
-        config = replace(config, intermediate_size=size // count)
-    group = scheme_of(family.text_config(hf), family.expert_modules(layer)).group
-    return ExpertShape(config, count if by == "ep" else 1, group or INT4_GROUPS[0])
+    if by == "ep":
+        return replace(shape, ep_size=count)
+    return replace(shape, config=replace(shape.config, intermediate_size=I // count))
 
 
 def require_shapes(shapes: Collection[str], known: Iterable[str]) -> None:
