@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from eprt.config import MoEConfig
 from eprt.dispatch import Dispatcher
-from eprt.dispatch.call import KNOB, lies_elsewhere, require_agreed
+from eprt.dispatch.call import KNOB, require_agreed
 from eprt.errors import CapacityError, InputError, UsageError
 from eprt.placement import ExpertLoad, ExpertPlacement, SlotTable
 from eprt.rounding import ceil_div
@@ -129,8 +129,7 @@ class ChosenSlots:
 
     def _placed(self, chosen: TopK, check_values: bool) -> TopK:
         chosen.check(self._config.top_k)
-        device = self._world.device
-        if chosen.ids.device != device and lies_elsewhere(chosen.ids, device):
+        if chosen.ids.device != self._world.device:
             raise InputError(
                 f"topk_ids is on {chosen.ids.device}: the world runs on {self._world.device}; move it there"
             )
