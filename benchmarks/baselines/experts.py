@@ -52,8 +52,7 @@ class ExpertsBaseline:
     Attributes:
         weights: number formats that it is given.
         named_only: left out unless asked for.
-        plain: only experts without biases, of the activations `kinds`, SiLU as it is.
-        kinds: see `plain`.
+        kinds: only experts without biases, of these activations, SiLU as it is; empty: any experts.
     """
 
     make: Make
@@ -62,7 +61,6 @@ class ExpertsBaseline:
     devices: tuple[str, ...] = ("cuda",)
     sm: tuple[int, int] = (80, 999)
     named_only: bool = False
-    plain: bool = True
     kinds: tuple[ActivationKind, ...] = ("swiglu",)
 
     def supports(self, config: MoEConfig, device: Device, named: bool) -> Support:
@@ -73,7 +71,7 @@ class ExpertsBaseline:
             return refuse(f"runs on {', '.join(self.devices)} from sm{self.sm[0]} to sm{self.sm[1]}, not on {device}")
         activation = config.activation
         known = activation.kind in self.kinds and (activation.plain or activation.kind == "geglu")
-        if self.plain and (config.bias or not known):
+        if self.kinds and (config.bias or not known):
             return refuse(f"measured with plain {', '.join(self.kinds)} and without biases only")
         if self.named_only and not named:
             return refuse("compiles for minutes where nobody has before: only by name, --libraries")
@@ -184,8 +182,8 @@ EXPERTS: dict[str, ExpertsBaseline] = {
     ),
     "vllm cutlass": ExpertsBaseline(cutlass, _VLLM, ("fp8_channel",), sm=(90, 999)),
     "vllm deep_gemm": ExpertsBaseline(deep_gemm, _VLLM, ("fp8_block",), sm=(90, 999)),
-    "vllm triton_kernels": ExpertsBaseline(triton_kernels, _VLLM, ("mxfp4",), sm=(90, 999), plain=False),
-    "vllm marlin": ExpertsBaseline(marlin, _VLLM, ("mxfp4", "int4"), plain=False),
+    "vllm triton_kernels": ExpertsBaseline(triton_kernels, _VLLM, ("mxfp4",), sm=(90, 999), kinds=()),
+    "vllm marlin": ExpertsBaseline(marlin, _VLLM, ("mxfp4", "int4"), kinds=()),
     "deep_gemm mega": ExpertsBaseline(
         mega_moe,
         Requirement("deep_gemm", ("sgl-deep-gemm",), "0.1.5"),
