@@ -32,6 +32,8 @@ MODELS: dict[str, Callable[[Path], Any]] = {
     "qwen3-moe": engine_models.qwen3_model,
     "qwen2-moe": engine_models.qwen2_model,
     "glm-4.5": engine_models.glm4_model,
+    "gpt-oss": engine_models.gpt_oss_model,
+    "minimax-m2": engine_models.minimax_model,
 } | {name: partial(engine_models.packed_model, dialect=name, seed=1) for name in PACKED}
 LEFT = {("sglang", "nvfp4_packed")}  # to SGLang, which wants its inputs packed as well
 

@@ -217,11 +217,30 @@ def test_tiles_of_few_rows_go_by_their_number(experts, tokens, specialized_rows,
     assert launched == specialized_rows
 
 
-def test_sizes_that_do_not_fit_take_the_plain_kernel(schedule, launched):
-    """A sum of 352 columns is no whole blocks; the other matrix fits."""
+PARTIAL = [("bf16", 88), ("mxfp4", 352), ("nvfp4", 80), ("int4", 96), ("fp8_channel", 176), ("fp8_block", 192)]
+
+
+@pytest.mark.parametrize(("form", "intermediate"), [*PARTIAL, (WIDE, 320), (W4A8, 96)])
+def test_sums_may_end_within_a_block(form, intermediate, schedule, launched):
+    """As tensor parallelism cuts gpt-oss and GLM-4.5: zeros fill the rest of what comes by TMA."""
+    schedule(specialized(*sized((128, 16), (64, 16)), form))
+    config = layer(weights_of(form), H=384, I=intermediate, E=3, K=2)
+    weights, tokens = all_experts(config), make_tokens(config, sized(600, 60))
+    found = error_on_flat(config, weights, tokens, runtime=RUNTIMES.get(form, RUNTIME))
+    assert 0 < found < BOUNDS[form]
+    assert launched == [2 * intermediate, 384]
+
+
+def test_slabs_of_partial_blocks_take_the_plain_kernel(schedule, launched):
+    """Threads that copy mask whole parts of a row alone."""
     schedule(specialized(64, 16))
     config = layer("mxfp4", H=384, I=352, E=3, K=2)
-    assert 0 < error_on_flat(config, all_experts(config), make_tokens(config, sized(300, 60))) < BOUND
+    weights, counts = all_experts(config), torch.tensor([5, 0, 3], dtype=torch.int32, device=DEVICE)
+    tokens = ExpertMajorTokens(Payload.plain(random(3, 8, 384, seed=3)), counts)
+    out = torch.zeros(3, 8, 384, device=DEVICE)
+    build(TritonGroupedExecutor, config, weights)(tokens, out)
+    there = torch.arange(8, device=DEVICE)[None] < counts[:, None]
+    assert relative_error(out[there], witness(config, weights, tokens)[there]) < BOUND
     assert launched == [704]
 
 

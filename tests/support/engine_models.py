@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from support.cases.number_formats import E2M1
+from support.cases.number_formats import E2M1, mxfp4_numbers
 from support.cases.number_formats import packed as two_a_byte
 from support.cases.packed_int4 import GROUP, QUANT, awq_words, words
 
@@ -172,7 +172,12 @@ def minimax_model(folder: Path) -> Any:
     sizes |= {"num_local_experts": 8, "intermediate_size": 64, "bos_token_id": 0, "eos_token_id": 1}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     # SGLang asks for these, which transformers takes for granted.
-    named = {"use_qk_norm": True, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}
+    named = {
+        "use_qk_norm": True,
+        "rotary_dim": SIZES["head_dim"] // 2,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    }
     config = MiniMaxM2Config(**sizes, **named, num_hidden_layers=2, rope_parameters=rope)
     model = MiniMaxM2ForCausalLM(config).float().eval()
     for layer in model.model.layers:
@@ -180,6 +185,40 @@ def minimax_model(folder: Path) -> Any:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.weight.data.uniform_(0.5, 2.0)
     model.save_pretrained(folder)
+    return model
+
+
+def gpt_oss_model(folder: Path) -> Any:
+    """Writes a tiny gpt-oss whose experts are MXFP4. Returns the model with their numbers, in float32."""
+    from safetensors.torch import save_file
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(7)
+    names = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"
+    sizes = {name: SIZES[name] for name in names}
+    sizes |= {"num_local_experts": SIZES["num_experts"], "num_experts_per_tok": 4, "initializer_range": 0.05}
+    config = GptOssConfig(**sizes, num_hidden_layers=2)
+    model = GptOssForCausalLM(config).bfloat16().float().eval()
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        for each in (layer.self_attn.sinks, layer.mlp.router.bias, experts.gate_up_proj_bias, experts.down_proj_bias):
+            each.data.copy_(torch.randn(each.shape).bfloat16() / 8)
+    tensors = {name: value.bfloat16() for name, value in model.state_dict().items() if not name.endswith("_proj")}
+    for number, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            matrix = getattr(layer.mlp.experts, name).data
+            experts, cols, rows = matrix.shape
+            codes = torch.randint(0, 256, (experts, rows, cols // 2), dtype=torch.uint8)
+            scales = torch.randint(118, 122, (experts, rows, cols // 32), dtype=torch.uint8)
+            matrix.copy_(mxfp4_numbers(codes, scales).transpose(1, 2))
+            prefix = f"model.layers.{number}.mlp.experts.{name}_"
+            tensors |= {prefix + "blocks": codes.unflatten(2, (-1, 16)), prefix + "scales": scales}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    packing = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": plain}}
+    written = config.to_dict() | {"architectures": ["GptOssForCausalLM"], "dtype": "bfloat16", "swiglu_limit": 7.0}
+    (folder / "config.json").write_text(json.dumps(written | packing))
     return model
 
 

@@ -204,18 +204,21 @@ def test_short_sums_keep_to_registers(name, blocks, monkeypatch, unless_kept):
 
 
 def test_what_the_warp_specialized_kernel_cannot_take():
-    """K in blocks of 64, rows in whole 32 bytes, 32 bits of offsets to tokens, a chip and a Triton that have them."""
+    """Rows in whole 32 bytes, gathered ones of blocks of 64, 32 bits of offsets to tokens, a chip and a Triton that have
+    them."""
 
-    def fits(cols=768, stride=768, rows=64, chip=WARP_SPECIALIZED):
+    def fits(cols=768, stride=768, rows=64, chip=WARP_SPECIALIZED, source=None):
         scales = torch.zeros(1, 64, cols // 32, dtype=torch.uint8)
         weights = Mxfp4(torch.zeros(1, 64, cols // 2, dtype=torch.uint8), scales)
         gemm = launch.Gemm(GroupedMatrix.prepare(weights, None, 1, CPU), None, "w4a16", chip)
         data = torch.empty(rows, stride, dtype=torch.bfloat16, device="meta")[:, :cols]
-        return gemm._fits_warp_specialized(data, torch.empty(64, 64, device="meta"))
+        return gemm._fits_warp_specialized(launch.Rows(data, source=source), torch.empty(64, 64, device="meta"))
 
     assert fits()
     assert fits(stride=784)
-    assert not fits(cols=736, stride=736)
+    assert fits(source=torch.empty(64, device="meta"))
+    assert fits(cols=736, stride=736)
+    assert not fits(cols=736, stride=736, source=torch.empty(64, device="meta"))
     assert fits(cols=64, stride=64)
     assert not fits(stride=776)
     assert not fits(rows=(1 << 31) // 768 + 1)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,6 +80,11 @@ class Rows:
     scale: torch.Tensor | None = None
     source: torch.Tensor | None = None
 
+    @property
+    def consecutive(self) -> bool:
+        """Tells whether each tile's rows follow each other, so that TMA can bring them."""
+        return self.source is None and self.data.dim() == 2
+
 
 class Gemm:
     """The grouped GEMM with one of the two expert matrices, ready to be launched.
@@ -116,12 +121,12 @@ class Gemm:
     def __call__(self, rows: Rows, work: TileSchedule, schedule: Schedule, tile: Tile, out: torch.Tensor) -> None:
         """Writes [rows, width], or the expert-major form of it, for the scheduled rows only."""
         data = rows.data
-        if tile.warp_specialized and not self._fits_warp_specialized(data, out, rows.scale):
+        if tile.warp_specialized and not self._fits_warp_specialized(rows, out):
             tile = tile.plain
         elif tile.warp_specialized and schedule.m == 16 and data.dim() == 2:  # of slabs, bounds say little
             tiles = (work.bound - work.bound // (schedule.m + 1)) * ceil_div(self.matrix.rows, tile.n)
             tile = one_round(tile, self.pair, tiles, self.matrix.cols, self._chip.multiprocessors)
-        x_tma = rows.source is None and data.dim() == 2 and (tile.warp_specialized or (tile.tma and self._chip.hopper))
+        x_tma = rows.consecutive and (tile.warp_specialized or (tile.tma and self._chip.hopper))
         strides = *_strides(data), *_strides(out)
         weights = self.weight_blocks(tile.n, tile.k, tile.warp_specialized)
         arguments = (*self._arguments(rows, weights, work, schedule, tile, x_tma, out), *strides)
@@ -188,17 +193,12 @@ class Gemm:
             options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
         return options
 
-    @cached_property
-    def _takes_warp_specialized(self) -> bool:
-        """Tells whether the warp-specialized kernel takes this matrix: it has no masks along K."""
-        from eprt.experts.grouped.constants_gluon import block_columns
-
-        return self._chip.warp_specialized and self.matrix.cols % block_columns(self.pair) == 0
-
-    def _fits_warp_specialized(self, data: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None = None) -> bool:
-        """Tells whether it also takes these rows: it copies 16 bytes at a time, and offsets have 32 bits."""
-        copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out, data if scale is None else scale)
-        return self._takes_warp_specialized and copied and data.numel() < INT32
+    def _fits_warp_specialized(self, rows: Rows, out: torch.Tensor) -> bool:
+        """Tells whether the warp-specialized kernel takes these rows: it copies 16 bytes at a time, its offsets have 32
+        bits, and where the producer's threads copy, not TMA, nothing is masked within a part."""
+        data, whole = rows.data, self.matrix.cols % (FP8_BLOCK if self.pair in FP8_PAIRS else UNIT) == 0
+        copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out, data if rows.scale is None else rows.scale)
+        return self._chip.warp_specialized and (whole or rows.consecutive) and copied and data.numel() < INT32
 
     def weight_blocks(self, n: int, k: int, warp_specialized: bool = False) -> Weights:
         """Returns the weights and their scales as a kernel reads them, pointers or TMA descriptors of blocks [n, k]."""
@@ -217,7 +217,7 @@ class Gemm:
 
         if self.pair not in FOUR_BIT_PAIRS:
             return row_blocks(self._weights[:, : matrix.cols], n), matrix.scale
-        cut = matrix.cols // BLOCK_K, next_power_of_2(n // UNIT), k // BLOCK_K
+        cut = ceil_div(matrix.cols, BLOCK_K), next_power_of_2(n // UNIT), k // BLOCK_K
         return weight_blocks(matrix.data, *cut), scale_blocks(matrix.scale, *cut)
 
 
