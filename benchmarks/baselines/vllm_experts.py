@@ -52,12 +52,18 @@ def marlin(
     with _vllm(device):
         if config.weight_format == "int4":
             yield _kernel(config, shard, device, _int4(weights), "marlin_moe", "MarlinExperts")
-            return
-        wide = round_up(config.hidden_size, 256) - config.hidden_size
-        tall = round_up(config.intermediate_size, 128) - config.intermediate_size
-        sides = {"hidden_size": config.hidden_size + wide, "intermediate_size": config.intermediate_size + tall}
-        laid = _marlin(config, weights, wide, tall)
-        yield _kernel(replace(config, **sides), shard, device, laid, "marlin_moe", "MarlinExperts", wide)
+        else:
+            yield _padded_kernel(config, shard, weights, device, _marlin, ("marlin_moe", "MarlinExperts"), (256, 128))
+
+
+@contextmanager
+def triton_kernels(
+    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device
+) -> Iterator[Callable[[FlatTokens], Call]]:
+    """Runs OpenAI's triton_kernels, as vendored: gpt-oss's experts as vLLM runs them on Hopper."""
+    names = "gpt_oss_triton_kernels_moe", "OAITritonExperts"
+    with _vllm(device):
+        yield _padded_kernel(config, shard, weights, device, _mxfp4, names, (1, 64))
 
 
 @contextmanager
@@ -101,35 +107,21 @@ def _mxfp4(config: MoEConfig, weights: ExpertWeights) -> Laid:
     importlib.import_module(f"{_MOE}.config")  # whose import makes the vendored triton_kernels known under that name
     utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.mxfp4_utils")
     ogs = importlib.import_module("triton_kernels.matmul_ogs")
-    gate_up, down, bias = _interleaved(config, weights)
+    gate_up, down = _of_mxfp4(weights)
     w1, f1, q1 = utils._swizzle_mxfp4(gate_up.codes, gate_up.scales)
     w2, f2, q2 = utils._swizzle_mxfp4(down.codes, down.scales)
     first, second = (
         ogs.PrecisionConfig(weight_scale=q, flex_ctx=ogs.FlexCtx(rhs_data=f)) for q, f in ((q1, f1), (q2, f2))
     )
-    return w1, w2, _w4a16(config, first, second, bias, weights.down_bias)
+    return w1, w2, _w4a16(config, first, second, weights.gate_up_bias, weights.down_bias)
 
 
-def _marlin(config: MoEConfig, weights: ExpertWeights, wide: int, tall: int) -> Laid:
-    """Pads the hidden size by `wide` columns and the intermediate size by `tall`."""
+def _marlin(config: MoEConfig, weights: ExpertWeights) -> Laid:
     utils = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils_fp4")
-    gate_up, down, bias = _interleaved(config, weights)
-
-    def padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (0, columns, 0, rows))
-
-    def padded_bias(bias: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-        return None if bias is None else torch.nn.functional.pad(bias, (0, rows)).bfloat16()
-
-    w1, w2, q1, q2, b1, b2 = utils.prepare_moe_mxfp4_layer_for_marlin(
-        SimpleNamespace(params_dtype=torch.bfloat16),
-        padded(gate_up.codes, 2 * tall, wide // 2),
-        padded(down.codes, wide, tall // 2),
-        padded(gate_up.scales, 2 * tall, wide // MX_BLOCK),
-        padded(down.scales, wide, tall // MX_BLOCK),
-        padded_bias(bias, 2 * tall),
-        padded_bias(weights.down_bias, wide),
-    )
+    gate_up, down = _of_mxfp4(weights)
+    biases = (None if bias is None else bias.bfloat16() for bias in (weights.gate_up_bias, weights.down_bias))
+    dtype, laid = SimpleNamespace(params_dtype=torch.bfloat16), (gate_up.codes, down.codes, gate_up.scales, down.scales)
+    w1, w2, q1, q2, b1, b2 = utils.prepare_moe_mxfp4_layer_for_marlin(dtype, *laid, *biases)
     return w1, w2, _w4a16(config, q1, q2, b1, b2)
 
 
@@ -152,19 +144,36 @@ def _int4(weights: ExpertWeights) -> Laid:
     return found[0], found[1], settings.int4_w4a16_moe_quant_config(*scales, block_shape=group)
 
 
-def _interleaved(config: MoEConfig, weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4, torch.Tensor | None]:
-    """Returns (gate_up, down, gate_up_bias) with rows of gate and up interleaved, as both kernels take them."""
+def _of_mxfp4(weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4]:
     if not isinstance(weights.gate_up, Mxfp4) or not isinstance(weights.down, Mxfp4):
         raise EprtError("measured with MXFP4")
+    return weights.gate_up, weights.down
+
+
+def _interleaved(config: MoEConfig, weights: ExpertWeights, wide: int, tall: int) -> ExpertWeights:
+    """Returns MXFP4 experts with rows of gate and up interleaved, as both kernels take them, the hidden size padded by
+    `wide` columns, the intermediate size by `tall`."""
+    gate_up, down = _of_mxfp4(weights)
     if not config.activation.gated or config.activation.beta != 1.0:
         raise EprtError("measured with gpt-oss's activation")
 
     def alternate(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+        return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
-    gate_up, bias = weights.gate_up, weights.gate_up_bias
-    gate_up = Mxfp4(alternate(gate_up.codes), alternate(gate_up.scales))
-    return gate_up, weights.down, None if bias is None else alternate(bias)
+    def padded(tensor: torch.Tensor, rows: int, columns: int = 0) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (*((0, columns) if tensor.dim() == 3 else ()), 0, rows)).contiguous()
+
+    first = (
+        padded(alternate(gate_up.codes), 2 * tall, wide // 2),
+        padded(alternate(gate_up.scales), 2 * tall, wide // MX_BLOCK),
+    )
+    second = padded(down.codes, wide, tall // 2), padded(down.scales, wide, tall // MX_BLOCK)
+    bias, down_bias = weights.gate_up_bias, weights.down_bias
+    biases = (
+        None if bias is None else padded(alternate(bias), 2 * tall),
+        down_bias if down_bias is None else padded(down_bias, wide),
+    )
+    return ExpertWeights(Mxfp4(*first), Mxfp4(*second), *biases)
 
 
 def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any) -> Any:
@@ -182,11 +191,23 @@ def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any
 
 
 # Triton's experts take FP8 blocks with FP8 activations. vLLM falls back to Triton for shapes that its DeepGEMM doesn't
-# take. OpenAI's triton_kernels, as vendored, are gpt-oss's experts as vLLM runs them on Hopper.
+# take.
 triton = _experts("triton_moe", "TritonExperts", _bf16_or_fp8)
 cutlass = _experts("cutlass_moe", "CutlassExpertsFp8", _bf16_or_fp8)
 deep_gemm = _experts("triton_deep_gemm_moe", "TritonOrDeepGemmExperts", partial(_bf16_or_fp8, for_deep_gemm=True))
-triton_kernels = _experts("gpt_oss_triton_kernels_moe", "OAITritonExperts", _mxfp4)
+
+
+def _padded_kernel(
+    config: MoEConfig, shard: ExpertShard, weights: ExpertWeights, device: torch.device,
+    lay: Callable[[MoEConfig, ExpertWeights], Laid], names: tuple[str, str], units: tuple[int, int],
+) -> Callable[[FlatTokens], Call]:  # fmt: skip
+    """Returns a call of vLLM's experts whose hidden and intermediate sizes are padded to whole `units`, as vLLM pads
+    them: weights once, tokens in each call."""
+    H, I = round_up(config.hidden_size, units[0]), round_up(config.intermediate_size, units[1])
+    wide = H - config.hidden_size
+    padded = _interleaved(config, weights, wide, I - config.intermediate_size)
+    config = replace(config, hidden_size=H, intermediate_size=I)
+    return _kernel(config, shard, device, lay(config, padded), *names, wide)
 
 
 def _kernel(
