@@ -201,19 +201,16 @@ def experts() -> str:
 
 
 def models() -> str:
-    """Ours / vLLM's by model and number format; where it changed since, both."""
+    """Ours / vLLM's by model and number format."""
     name = "experts_models_h200"
     rows = result(name)["rows"]
     tokens, lines = sorted({r["tokens"] for r in rows}), list[list[str]]()
     for model, form in dict.fromkeys((r["model"], r["weight_format"]) for r in rows):
         own = [r for r in rows if (r["model"], r["weight_format"]) == (model, form)]
-        ours, theirs = [{r["tokens"]: r for r in own if (r["executor"] == OURS) is mine} for mine in (True, False)]
-
-        def cell(n: int, ours: Any = ours, theirs: Any = theirs) -> str:
-            before, now = (ratio(us, theirs[n]["us"]) for us in (ours[n]["us"], ours[n].get("now_us", ours[n]["us"])))
-            return before if before == now else f"{now} ({before})"
-
-        lines.append([form, *line(model, tokens, cell)])
+        ours, theirs = [
+            {r["tokens"]: r["us"] for r in own if (r["executor"] == OURS) is mine} for mine in (True, False)
+        ]
+        lines.append([form, *line(model, tokens, lambda n, ours=ours, theirs=theirs: ratio(ours[n], theirs[n]))])
     return f"{table(['weights', 'model, tokens', *tokens], lines)}\n\n{source(name)}"
 
 
