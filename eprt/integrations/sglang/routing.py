@@ -13,13 +13,17 @@ from eprt.integrations.engine.routing import biased_sigmoid, take_over, unrouted
 from eprt.integrations.sglang.method import output_scale
 
 # Blocks that give the logits of a gate of this name to their `topk` as they are, and both what the experts get.
-_GATES = {"GptOssSparseMoeBlock": "router"} | dict.fromkeys(
-    (
-        *("Qwen3MoeSparseMoeBlock", "MixtralMoE", "OlmoeMoE", "DeepseekV2MoE", "Glm4MoeSparseMoeBlock"),
-        *("Glm4MoeLiteSparseMoeBlock", "MiniMaxM2MoE", "Qwen2MoeSparseMoeBlock"),
-    ),
-    "gate",
-)
+_GATES = {
+    "DeepseekV2MoE": "gate",
+    "Glm4MoeLiteSparseMoeBlock": "gate",
+    "Glm4MoeSparseMoeBlock": "gate",
+    "GptOssSparseMoeBlock": "router",
+    "MiniMaxM2MoE": "gate",
+    "MixtralMoE": "gate",
+    "OlmoeMoE": "gate",
+    "Qwen2MoeSparseMoeBlock": "gate",
+    "Qwen3MoeSparseMoeBlock": "gate",
+}
 
 
 def take_over_gates(model: nn.Module) -> None:

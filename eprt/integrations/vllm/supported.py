@@ -142,7 +142,7 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     fused = getattr(layer.expert_map_manager, "num_fused_shared_experts", 0)
     parallel = moe.moe_parallel_config
     sums = parallel.use_ep and (moe.skip_final_all_reduce or bool(loaded(SUMMING)))
-    foreign = _replaced(method, "create_weights")
+    foreign = _foreign_declaration(method)
     apart = parallel.use_ep and parallel.dp_size > 1 and layer.layer_name.endswith(BY_KIND)
     reasons = [
         (moe.num_experts % moe.ep_size != 0, f"{moe.num_experts} experts don't divide by {moe.ep_size} ranks"),
@@ -171,11 +171,11 @@ def _weight_format(layer: Any, method: Any) -> WeightFormat:
     return found
 
 
-def _replaced(method: Any, name: str) -> str:
-    """Returns the module whose function stands in for a method's own in its class, or "": ROLL's FP8, say, which asks
-    which kernel was chosen, and quantises in loaders."""
-    owner = next((kind for kind in type(method).__mro__ if name in vars(kind)), None)
-    module = "" if owner is None else vars(owner)[name].__module__
+def _foreign_declaration(method: Any) -> str:
+    """Returns the module whose function stands in for `create_weights` in a method's class, or "": ROLL's FP8, say,
+    which asks which kernel was chosen, and quantises in loaders."""
+    owner = next((kind for kind in type(method).__mro__ if "create_weights" in vars(kind)), None)
+    module = "" if owner is None else vars(owner)["create_weights"].__module__
     return "" if owner is None or module == owner.__module__ else module
 
 
