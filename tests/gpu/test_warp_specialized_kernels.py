@@ -217,7 +217,7 @@ def test_tiles_of_few_rows_go_by_their_number(experts, tokens, specialized_rows,
     assert launched == specialized_rows
 
 
-PARTIAL = [("bf16", 88), ("mxfp4", 352), ("nvfp4", 80), ("int4", 96), ("fp8_channel", 176), ("fp8_block", 192)]
+PARTIAL = [("bf16", 88), ("mxfp4", 352), ("nvfp4", 80), ("int4", 96), ("fp8_channel", 88), ("fp8_block", 192)]
 
 
 @pytest.mark.parametrize(("form", "intermediate"), [*PARTIAL, (WIDE, 320), (W4A8, 96)])
