@@ -204,8 +204,8 @@ def test_short_sums_keep_to_registers(name, blocks, monkeypatch, unless_kept):
 
 
 def test_what_the_warp_specialized_kernel_cannot_take():
-    """Rows in whole 32 bytes, gathered ones of blocks of 64, 32 bits of offsets to tokens, a chip and a Triton that have
-    them."""
+    """Rows in whole 32 bytes, gathered ones also in blocks of 64, 32 bits of offsets to tokens, and a chip and a Triton
+    that have them."""
 
     def fits(cols=768, stride=768, rows=64, chip=WARP_SPECIALIZED, source=None):
         scales = torch.zeros(1, 64, cols // 32, dtype=torch.uint8)
