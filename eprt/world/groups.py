@@ -24,7 +24,7 @@ from eprt.world.addresses import family_of, is_loopback, resolve
 from eprt.world.guard import Guard
 from eprt.world.process import at_exit_leave, bounded, number_of, restarts
 from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet, require_files
-from eprt.world.termination import AGENT
+from eprt.world.termination import AGENT, ask
 
 SILENT_AFTER_S = 10.0
 # Torch's switch for symmetric memory between ranks of one GPU: only tests have such ranks. NCCL refuses them.
@@ -175,10 +175,11 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: st
 def rendezvous_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float, layout: str) -> Rendezvous:
     """Finds the ranks of a host engine's group in torch.distributed's own store. Raises RankLost, WorldMismatch."""
     ranks = dist.get_process_group_ranks(group)
-    store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-    label = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    default: Any = dist.distributed_c10d._get_default_store()
+    label, host = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16], "torch.distributed's store"
     silent_s = silent_after(timeout_s)
-    return meet(store, label, rank, len(ranks), timeout_s, silent_s, "torch.distributed's store", layout)
+    store = ask(default.clone, silent_s, host)  # connects anew: torch alone waits 30 minutes for a host that is gone
+    return meet(store, label, rank, len(ranks), timeout_s, silent_s, host, layout)
 
 
 def silent_after(timeout_s: float) -> float:

@@ -297,3 +297,24 @@ def test_a_forked_child_that_ends_the_ordinary_way_ends(tmp_path: Path, ends: st
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [Python(script, ends, env=os.environ | meet | {"RANK": str(rank)}) for rank in range(2)]
     assert [(rank.communicate(timeout=90)[1], rank.returncode) for rank in ranks] == [("", 0)] * 2
+
+
+LATE = """
+import contextlib, os, torch, torch.distributed as dist
+from eprt.world import World
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:  # it serves the store
+    os._exit(0)
+with contextlib.suppress(RuntimeError):
+    dist.recv(torch.empty(1), 0)
+World.from_group(None, "cpu", timeout_s=2.0)
+"""
+
+
+def test_a_rank_that_comes_to_a_host_engines_store_after_its_end_does_not_wait_for_it() -> None:
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [Python("-c", LATE, env=os.environ | meet | {"RANK": rank}) for rank in "01"]
+    said = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks][1]
+    assert "RankLost: the control store gave no answer for 1 s: torch.distributed's store is stopped" in said[0]
+    assert said[1] == 75
