@@ -327,7 +327,8 @@ def group_of_ranks(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     torch.distributed: destroying it would free its name for a later group of the same ranks (see `control_group`)."""
     if ranks == list(range(dist.get_world_size())):
         return dist.distributed_c10d._get_default_group()
-    made = dist.new_group(ranks, timeout=timedelta(seconds=2 * timeout_s), use_local_synchronization=True)
+    with start_up(timeout_s):  # torch's own errors are no RankLost, and end a process with another code
+        made = dist.new_group(ranks, timeout=timedelta(seconds=2 * timeout_s), use_local_synchronization=True)
     return cast("dist.ProcessGroup", made)
 
 
