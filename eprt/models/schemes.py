@@ -37,6 +37,7 @@ _MODELOPT_FORMATS: dict[str, WeightFormat] = {
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel",
     "MXFP8": "mxfp8",
 }
+_ALSO = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # published and transformers' names of one matrix
 _FUSED = ("gate_up_proj", "up_proj", "down_proj")  # all experts' matrices, as transformers' modules hold them
 
 
@@ -64,7 +65,8 @@ def scheme_of(hf: dict[str, Any], modules: Modules, num_experts: int = 1) -> Sch
     """Returns how the routed experts are stored: by `quantization_config`, else by the dtype.
 
     Args:
-        modules: names that per-module settings may know the first expert by; those of one projection end alike.
+        modules: names that per-module settings may know the first expert by; those of one projection end alike, or as
+            `_ALSO` says.
         num_experts: how many experts are compared with the first.
 
     Raises:
@@ -354,9 +356,10 @@ def _one_scheme(hf: dict[str, Any], scheme: Callable[[Modules], Scheme], modules
     """Returns what holds for every projection of the experts. Raises ConfigError where they differ."""
     projections: dict[str, list[str]] = {}
     for module in modules:
-        projections.setdefault(module.rpartition(".")[2], []).append(module)
+        name = module.rpartition(".")[2]
+        projections.setdefault(_ALSO.get(name, name), []).append(module)
     around = projections.pop("experts", []) if len(projections) > 1 else []
-    found = {name: scheme((*names, *around)) for name, names in projections.items()}
+    found = {names[0].rpartition(".")[2]: scheme((*names, *around)) for names in projections.values()}
     _require_one(hf, found)
     return next(iter(found.values()))
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from support.cases.model_cases import packed, refuses, same_numbers
-from support.cases.packed_checkpoints import EACH, PREFIX, QUANT, edit
+from support.cases.packed_checkpoints import EACH, PREFIX, QUANT, edit, mixed
 from support.cases.packed_int4 import GROUP, compressed
 
 from eprt.config import ParallelConfig
 from eprt.errors import ConfigError
 from eprt.models import load_layer
 from eprt.models.checkpoint import QUANT_CONFIG, read_config
+from eprt.models.deepseek import DeepseekV4
 from eprt.models.gpt_oss import GptOss
 from eprt.models.schemes import Scheme, scheme_of
 
@@ -74,6 +75,26 @@ def test_gpt_oss_experts_that_are_left_out():
     for left, format in ((published, "mxfp4"), ([*published, PREFIX], "bf16")):
         hf = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": left}}
         assert scheme_of(hf, GptOss().expert_modules(1)).format == format
+
+
+V4 = [f"layers.3.ffn.experts.{expert}.{name}" for expert in range(8) for name in ("w1", "w2", "w3")]
+
+
+@pytest.mark.parametrize(
+    ("quant", "format"),
+    [
+        (mixed(dict.fromkeys(V4, "NVFP4")), "nvfp4"),
+        (NVFP4 | {"ignore": V4}, "bf16"),
+        (QUANT["pack_quantized"] | {"ignore": [r"re:.*experts\.\d+\.w[123]$"]}, "bf16"),
+        (QUANT["pack_quantized"] | {"ignore": [r"re:.*experts\.\d+\.(gate|up|down)_proj$"]}, "bf16"),
+    ],
+)
+def test_settings_by_one_of_two_names_that_files_of_a_family_use(quant, format):
+    """transformers' names of DeepSeek-V4's matrices, which these leave out, are of the same matrices."""
+    assert scheme_of({"quantization_config": quant}, DeepseekV4().expert_modules(3), 8).format == format
+    one_left = mixed(dict.fromkeys((name for name in V4 if not name.endswith("w3")), "NVFP4"))
+    with pytest.raises(ConfigError, match="w1 nvfp4, w3 bf16; expected one"):
+        scheme_of({"quantization_config": one_left}, DeepseekV4().expert_modules(3), 8)
 
 
 # ---- words for the same ---------------------------------------------------------------------------------------------
