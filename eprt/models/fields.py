@@ -112,7 +112,7 @@ class Stored:
     group: int = 0
 
 
-# ---- scales: above 0, and no weight that they scale overflows float32 ----------------------------------------------
+# ---- scales: above 0, but for INT4's, and no weight that they scale overflows float32 -------------------------------
 
 
 def positive_scale(scale: torch.Tensor, where: str, largest: float = 1.0) -> torch.Tensor:
@@ -214,8 +214,11 @@ def _symmetric_zeros(read: Accept, words: torch.Tensor, where: str, size: tuple[
 
 
 def _int4_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
-    """Returns scales as they are, float16 ones as float32, which holds each exactly. Raises CheckpointError."""
-    positive_scale(scale, where, largest=15.0)
+    """Returns scales as they are, float16 ones as float32, which holds each exactly. Raises CheckpointError.
+
+    AutoRound's are negative where a group's largest number is positive: codes reach to -8, and only to 7.
+    """
+    positive_scale(scale.abs(), where, largest=15.0)
     return exact_scales(scale)
 
 

@@ -263,7 +263,7 @@ NAN = float("nan")
         ("pack_quantized", "weight_packed", lambda t: t.view(torch.uint8), "has dtype U8: expected I32"),
         ("pack_quantized", "weight_scale", lambda t: t * NAN, "holds nan"),
         ("pack_quantized", "weight_scale", lambda t: t * 0, "scales such as 0.0"),
-        ("pack_quantized", "weight_scale", lambda t: -t, "scales such as -"),
+        ("float_channel", "weight_scale", lambda t: -t, "scales such as -"),
         ("pack_quantized", "weight_scale", lambda t: t.repeat(1, 2), "has shape"),
         ("pack_quantized", "weight_scale", None, r"weight_scale' .*is missing"),
         ("pack_quantized_zeros", "weight_zero_point", None, r"weight_zero_point' .*is missing"),

@@ -55,7 +55,8 @@ def decoded(packed, rows, cols, pair, *, zeros=False):
 
 
 def int4_experts(config, group, *, zeros, dtype=torch.bfloat16):
-    """Random codes with scales and zero points that differ beyond mistaking; `group` 0: one scale for a row."""
+    """Random codes with scales, some negative, and zero points that differ beyond mistaking; `group` 0: one scale for a
+    row."""
     draw = torch.Generator().manual_seed(0)
     E, H, I, parts = config.num_experts, config.hidden_size, config.intermediate_size, config.activation.parts
 
@@ -63,6 +64,8 @@ def int4_experts(config, group, *, zeros, dtype=torch.bfloat16):
         groups = cols // group if group else 1
         scales = torch.rand(E, rows, groups, generator=draw) * 1.5 + 0.25
         scales[:, rows // 2 :] *= 3
+        scales[:, ::3] *= -1
+        scales[..., ::2] *= -1
         points = torch.randint(0, 16, (E, rows, groups), generator=draw, dtype=torch.uint8)
         codes = torch.randint(0, 256, (E, rows, cols // 2), generator=draw, dtype=torch.uint8)
         each = codes, (scales * size).to(dtype), points if zeros else None

@@ -24,7 +24,8 @@ def awq_words(nibbles: torch.Tensor) -> torch.Tensor:
 def numbers(rows: int, cols: int, group: int, dtype: torch.dtype = torch.bfloat16, zeros: bool = False):
     """Random codes, scales [rows, groups], zero points of the same shape, and the values."""
     codes = torch.randint(0, 16, (rows, cols))
-    scales = ((torch.rand(rows, cols // group) + 0.5) * cols**-0.5 / 8).to(dtype)
+    sign = torch.randint(0, 2, (rows, cols // group)) * 2 - 1  # AutoRound's have both
+    scales = (sign * (torch.rand(rows, cols // group) + 0.5) * cols**-0.5 / 8).to(dtype)
     zero = torch.randint(1, 16, scales.shape) if zeros else torch.full(scales.shape, 8)
     spread = [tensor.repeat_interleave(group, dim=1) for tensor in (zero, scales.float())]
     return codes, scales, zero, (codes - spread[0]) * spread[1]
