@@ -112,7 +112,7 @@ class Stored:
     group: int = 0
 
 
-# ---- scales: above 0, but for INT4's, and no weight that they scale overflows float32 -------------------------------
+# ---- scales: above 0 (INT4's below, too, NVFP4's 0), and no weight that they scale overflows float32 -----------------
 
 
 def positive_scale(scale: torch.Tensor, where: str, largest: float = 1.0) -> torch.Tensor:
@@ -222,6 +222,12 @@ def _int4_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
     return exact_scales(scale)
 
 
+def _nvfp4_scale(scale: torch.Tensor, where: str) -> torch.Tensor:
+    """Returns E4M3 scales as they are: of 0 is a block whose scale underflowed. Raises CheckpointError."""
+    positive_scale(scale[scale.float() != 0], where)
+    return scale
+
+
 def _as_float32(check: Accept) -> Accept:
     """Returns `check` of scales brought to float32, which holds bf16 and float16 ones exactly."""
     return lambda scale, where: check(scale.float(), where)
@@ -281,7 +287,7 @@ FORMATS: dict[WeightFormat, Stored] = {
         Nvfp4,
         (
             _CODES,
-            Field("scales", ("weight_scale",), _E4M3, cols=NVFP4_BLOCK, accept=positive_scale),
+            Field("scales", ("weight_scale",), _E4M3, cols=NVFP4_BLOCK, accept=_nvfp4_scale),
             Field("global_scale", ("weight_scale_2",), _F32, rows=0, accept=NVFP4_FACTOR),
             _INPUT_SCALE,
         ),
@@ -320,7 +326,7 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
         Nvfp4,
         (
             Field("codes", ("weight_packed",), _BYTES, cols=2, accept=_CODES.accept),
-            Field("scales", ("weight_scale",), _E4M3, cols=NVFP4_BLOCK, accept=positive_scale),
+            Field("scales", ("weight_scale",), _E4M3, cols=NVFP4_BLOCK, accept=_nvfp4_scale),
             Field("global_scale", ("weight_global_scale",), _F32, rows=0, accept=_reciprocal(NVFP4_FACTOR)),
             Field("input_scale", ("input_global_scale",), _F32, 0, 1, _reciprocal(activation_scale), optional=True),
         ),

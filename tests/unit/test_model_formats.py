@@ -12,6 +12,7 @@ from support.cases.packed_checkpoints import EACH, QUANT, edit, pack, resized
 
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
+from eprt.experts.reference import decode_matrix
 from eprt.models import load_layer
 from eprt.models.checkpoint import SINGLE, Checkpoint
 from eprt.models.fields import e8m0_scale, positive_scale
@@ -178,7 +179,7 @@ FLOAT32 = [
 ]
 BAD_SCALES = [
     *((*tensor, value) for tensor in FLOAT32 for value in (0.0, -1.0, NAN, INF, None)),
-    *(("qwen3_moe", "nvfp4", "weight_scale", value) for value in (0.0, -0.5, NAN, None)),
+    *(("qwen3_moe", "nvfp4", "weight_scale", value) for value in (-0.5, NAN, None)),
     *(("deepseek_v4", "mxfp4", "scale", value) for value in (255, None)),
     *(("qwen3_moe", "mxfp8", "weight_scale", value) for value in (255, None)),
 ]
@@ -219,6 +220,16 @@ class TestScales:
         equal(positive_scale(zero.view(torch.float8_e8m0fnu), "t"), torch.full((2, 2), 2.0**-127))
         with pytest.raises(CheckpointError, match="nan"):
             positive_scale(torch.full((2, 2), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu), "t")
+
+
+def test_a_block_scale_of_nvfp4_that_became_zero(tmp_path):
+    """Of a block 2**19 times smaller than its matrix, as ModelOpt wrote it before it clamped scales to 2**-9."""
+    folder, _, layer = packed(tmp_path, "nvfp4")
+    name = f"{DOWN['qwen3_moe']}.weight_scale"
+    scales = load_file(folder / SINGLE)[name]
+    scales[1, 2] = 0
+    down = load_layer(edit(folder, tmp_path / "edited", {name: scales}), layer).experts.down
+    assert (decode_matrix(down, 1)[2, 1].view(-1, 16) == 0).all(1).nonzero().flatten().tolist() == [2]
 
 
 @pytest.mark.parametrize("dialect", ["gptq", "awq"])
