@@ -83,7 +83,9 @@ def scheme_of(hf: dict[str, Any], modules: Modules, num_experts: int = 1) -> Sch
 def _compared(hf: dict[str, Any], num_experts: int) -> Iterable[int]:
     """Returns the experts that are compared with the first: all, where that takes bounded time. Where it doesn't, the
     others' tensors still have to be those of the first one's scheme."""
-    patterns = json.dumps(hf["quantization_config"]).count('"re:')
+    quant = section(hf, "quantization_config")
+    keyed = [quant[field] for field in ("dynamic", "extra_config") if isinstance(quant.get(field), dict)]
+    patterns = json.dumps(quant).count('"re:') + sum(map(len, map(_expressions, keyed)))
     return range(1, num_experts) if patterns * num_experts <= MOST_MATCHES else (num_experts - 1,)
 
 
@@ -293,7 +295,7 @@ def _auto_round(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> 
     extra = section(quant, "extra_config") if quant.get("extra_config") else {}
     named = quant.get("block_name_to_quantize")
     blocks = tuple(named.split(",") if isinstance(named, str) else listed(quant, "block_name_to_quantize", str) or [])
-    expressions = [key for key in extra if not key.replace(".", "").replace("-", "").isidentifier()]
+    expressions = _expressions(extra)
     require_few(expressions, "regular expressions", where(extra))
 
     def scheme(names: Modules) -> Scheme:
@@ -310,6 +312,11 @@ def _auto_round(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> 
         return Scheme("int4", "gptq", group, not boolean(settings, "sym", True), zero_offset=1)
 
     return _one_scheme(hf, scheme, modules)
+
+
+def _expressions(rules: dict[str, Any]) -> list[str]:
+    """Returns the keys that are regular expressions, not names."""
+    return [key for key in rules if not key.replace(".", "").replace("-", "").isidentifier()]
 
 
 def _extra_rule(extra: dict[str, Any], expressions: list[str], names: Modules) -> dict[str, Any] | None:

@@ -211,3 +211,17 @@ def test_200_000_names_of_auto_round():
     with pytest.raises(ConfigError, match="200000 regular expressions: expected at most"):
         of_layer(ROUND | {"extra_config": {f"{name}.*": rule for name, rule in extra.items()}})
     assert time.process_time() - started < 4
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        QUANT["gptq"] | {"dynamic": {rf"-:.*layers\.{i}\.self_attn.*": {} for i in range(1000)}},
+        ROUND | {"extra_config": {rf".*layers\.{i}\.self_attn.*": {"bits": 16} for i in range(1000)}},
+    ],
+    ids=["dynamic", "extra_config"],
+)
+def test_1000_rules_for_512_experts(quant):
+    started = time.process_time()
+    assert scheme_of({"quantization_config": quant}, (*EACH[:3], PREFIX), 512).format == "int4"
+    assert time.process_time() - started < 4
