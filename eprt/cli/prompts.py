@@ -100,7 +100,7 @@ def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
 def _prompt(line: bytes, where: str) -> Prompt:
     """Returns the prompt in a line. Raises InputError."""
     try:
-        value = json.loads(line.decode(), parse_constant=_finite, parse_float=_finite)
+        value = json.loads(line.decode("utf-8-sig"), parse_constant=_finite, parse_float=_finite)
         found: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
         given = json.dumps(found)
     except ValueError as error:

@@ -31,14 +31,14 @@ WORDS = ["generate", "--device", "cpu", "--max-new-tokens", "4"]
 
 
 def test_prompts_come_back_in_order_as_they_were_given(tiny: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    """Their own keys may have any names, and lines end at newlines only."""
+    """Their own keys may have any names, lines end at newlines only, and a file may begin with a byte order mark."""
     given = [
         {"prompt": [5, 6, 7], "id": "a\u2028\x85b", "rank": 9, "tokens": "mine"},
         [8],
         {"prompt": [9] * 20, "text": 1},
     ]
     text = "\n".join(json.dumps(line, ensure_ascii=False) for line in given) + "\r\n\n"
-    (tmp_path / "prompts.jsonl").write_text(text, newline="")
+    (tmp_path / "prompts.jsonl").write_text(text, "utf-8-sig", newline="")
     words = [*WORDS, "--model", str(tiny), "--world", "2", "--batch", "1"]
     assert main([*words, "--prompts", str(tmp_path / "prompts.jsonl")]) == 0
     out, err = capsys.readouterr()
