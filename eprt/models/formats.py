@@ -74,13 +74,12 @@ class ExpertNames:
             for suffix in field.suffixes
             for alias in self.aliases[part]
         ]
-        if field.rows == 0:
-            return apart
         name, chunk, chunks = self.stacked[part]
         for suffix in field.suffixes:
-            ending = "" if suffix == "weight" else "_" + suffix.removeprefix("weight_")
-            stacked = f"{self.prefix}.{name}{ending}"
-            apart.append(Location(stacked, expert, chunk, chunks, self.transposed))
+            # transformers shortens the names of scales, ModelOpt (Llama 4) doesn't.
+            for ending in ("",) if suffix == "weight" else (f"_{suffix.removeprefix('weight_')}", f"_{suffix}"):
+                stacked = f"{self.prefix}.{name}{ending}"
+                apart.append(Location(stacked, expert, chunk, chunks, self.transposed))
         return apart
 
 
@@ -244,7 +243,10 @@ class MatrixReader:
         where = self.checkpoint.where(name)
         place = next(place for place in places if place.name == name)
         if field.rows == 0:
-            if prod(shape := self.checkpoint.require(name, dtypes=field.dtypes).shape) != 1:
+            shape = self.checkpoint.require(name, dtypes=field.dtypes).shape
+            if place.expert is not None and shape and shape[0] == prod(shape) == self.num_experts:
+                return place, (place.expert,)
+            if prod(shape) != 1:
                 raise CheckpointError(f"{where} has shape {shown(shape)}: expected one number")
             return place, ()
         height, width = extent.size

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from support.cases.model_cases import equal, packed, refuses, same_numbers, saved
 from support.cases.model_recipes import RECIPES, make_model
 from support.cases.number_formats import e8m0_numbers
-from support.cases.packed_checkpoints import EACH, QUANT, edit, pack, resized
+from support.cases.packed_checkpoints import EACH, PACK, QUANT, edit, pack, resized
 
 from eprt.config import ParallelConfig
 from eprt.errors import CheckpointError, ConfigError
@@ -101,6 +101,36 @@ def test_llama_4_in_fp8_by_channel(tmp_path, apart):
         found, known = (load_layer(tmp_path / path, layer, ParallelConfig(2), rank) for path in ("packed", "plain"))
         assert found.config.weight_format == "fp8_channel"
         same_numbers(found, known)
+
+
+@pytest.mark.parametrize("each", [(), (8, 1, 1)], ids=["of-all", "of-each"])
+@pytest.mark.parametrize("format", ["fp8_tensor", "nvfp4"])
+def test_llama_4_as_modelopt_exports_it(tmp_path, format, each):
+    """Stacked, inputs first, with names of its own for scales; those of matrices are one number for all experts. Others
+    have one for each."""
+    *_, layer, folders = saved("llama4_text")
+    held, stored, numbers = load_file(folders["original"] / SINGLE), {}, {}
+    for name in ("gate_up_proj", "down_proj"):
+        module = f"model.layers.{layer}.feed_forward.experts.{name}"
+        made = [PACK[format](*expert.T.shape) for expert in held.pop(module)]
+        tensors = {suffix: torch.stack([parts[suffix] for parts, _ in made]) for suffix in made[0][0]}
+        scale = "weight_scale_2" if format == "nvfp4" else "weight_scale"
+        own = tensors[scale].clone()
+        for suffix in (scale, "input_scale"):
+            tensors[suffix] = tensors[suffix].view(each) if each else tensors[suffix][0]
+        factors = [tensors[scale].reshape(-1)[expert if each else 0] / own[expert] for expert in range(8)]
+        numbers[module] = torch.stack([value * factor for (_, value), factor in zip(made, factors, strict=True)]).mT
+        for suffix, tensor in tensors.items():
+            ending = "" if suffix == "weight" else f"_{suffix}"
+            stored[module + ending] = tensor.mT if tensor.numel() > 8 else tensor
+    edit(folders["original"], tmp_path / "packed", lambda _: held | stored, {"quantization_config": QUANT[format]})
+    plain = {name: tensor.float() for name, tensor in held.items()} | numbers
+    edit(folders["original"], tmp_path / "plain", lambda _: plain, {"dtype": "float32"})
+    for rank, cut in ((0, 1), (1, 1), (1, 2)):
+        parallel = ParallelConfig(2, moe_tp_size=cut)
+        found, known = (load_layer(tmp_path / path, layer, parallel, rank) for path in ("packed", "plain"))
+        same_numbers(found, known, rtol=1e-6)
+        assert found.experts.down.input_scale.shape == (found.experts.num_local_experts, 1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
