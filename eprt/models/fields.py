@@ -276,6 +276,7 @@ _FP8_DATA = Field("data", ("weight",), _E4M3)
 _INPUT_SCALE = Field("input_scale", ("input_scale",), _F32, rows=0, accept=activation_scale, optional=True)
 _FLOAT_FACTOR = _as_float32(E4M3_FACTOR)
 _OF_BLOCKS = ("weight_scale_inv", "scale", "weight_scale")  # DeepSeek-V3's, V4's, ModelOpt's: factors, all of them
+_OF_TOKENS = ("input_scale", "activation_scale")  # ModelOpt's and compressed-tensors', transformers'
 FORMATS: dict[WeightFormat, Stored] = {
     "bf16": Stored(Dense, (Field("data", ("weight",), PLAIN, accept=_in_dtype(torch.bfloat16)),)),
     "f32": Stored(Dense, (Field("data", ("weight",), PLAIN, accept=_in_dtype(torch.float32)),)),
@@ -293,7 +294,12 @@ FORMATS: dict[WeightFormat, Stored] = {
         ),
     ),
     "fp8_tensor": Stored(
-        Fp8Tensor, (_FP8_DATA, Field("scale", ("weight_scale",), _F32, rows=0, accept=E4M3_FACTOR), _INPUT_SCALE)
+        Fp8Tensor,
+        (
+            _FP8_DATA,
+            Field("scale", ("weight_scale", "weight_scale_inv"), _FLOATS, rows=0, accept=_FLOAT_FACTOR),
+            Field("input_scale", _OF_TOKENS, _FLOATS, 0, 1, _as_float32(activation_scale), optional=True),
+        ),
     ),
     "fp8_block": Stored(
         Fp8Block,
@@ -329,14 +335,6 @@ _COMPRESSED: dict[WeightFormat, Stored] = {
             Field("scales", ("weight_scale",), _E4M3, cols=NVFP4_BLOCK, accept=_nvfp4_scale),
             Field("global_scale", ("weight_global_scale",), _F32, rows=0, accept=_reciprocal(NVFP4_FACTOR)),
             Field("input_scale", ("input_global_scale",), _F32, 0, 1, _reciprocal(activation_scale), optional=True),
-        ),
-    ),
-    "fp8_tensor": Stored(
-        Fp8Tensor,
-        (
-            _FP8_DATA,
-            Field("scale", ("weight_scale",), _FLOATS, rows=0, accept=_FLOAT_FACTOR),
-            Field("input_scale", ("input_scale",), _FLOATS, 0, 1, _as_float32(activation_scale), optional=True),
         ),
     ),
     "fp8_channel": replace(FORMATS["fp8_channel"], claims=(_STATIC_INPUT,)),

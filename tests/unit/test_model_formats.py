@@ -133,6 +133,32 @@ def test_llama_4_as_modelopt_exports_it(tmp_path, format, each):
         assert found.experts.down.input_scale.shape == (found.experts.num_local_experts, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_by_tensor_with_transformers_names(tmp_path, dtype):
+    """`FineGrainedFP8Config(weight_block_size=None)`, also with static activations."""
+    folder, plain, layer = packed(tmp_path, "fp8_tensor", case="deepseek_v3")
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+
+    def renamed(held):
+        ends = {name: name.rpartition(".")[2] for name in held}
+        scales = {
+            name.replace(ends[name], names[ends[name]]): held[name].to(dtype) for name in held if ends[name] in names
+        }
+        return scales | {name: tensor for name, tensor in held.items() if ends[name] not in names}
+
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+    found = load_layer(edit(folder, tmp_path / "renamed", renamed, config), layer)
+    known = load_layer(folder, layer)
+    assert found.config.weight_format == "fp8_tensor"
+    for name in ("gate_up", "down"):
+        matrix, other = getattr(found.experts, name), getattr(known.experts, name)
+        equal(matrix.scale, other.scale.to(dtype).float())
+        equal(matrix.input_scale, other.input_scale.to(dtype).float())
+    if dtype == torch.float32:
+        same_numbers(found, load_layer(plain, layer))
+        equal(found.shared.up, known.shared.up)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_shared_expert_has_the_models_dtype(tmp_path, dtype):
     """Packed matrices, and a gate that is stored in float32."""
