@@ -135,7 +135,7 @@ def _modelopt(hf: dict[str, Any], quant: dict[str, Any], modules: Modules) -> Sc
     plain = _plain(hf)
     patterns = [pattern for pattern in excluded if any(c in pattern for c in "*?[")]
     require_few(patterns, "excluded patterns", where(quant))
-    if quant.get("quant_algo") is None and quant.get("kv_cache_quant_algo"):
+    if quant.get("quant_algo") is None and (quant.get("kv_cache_quant_algo") or quant.get("kv_cache_scheme")):
         return plain  # the cache alone is quantised
     mixed = _spelled(quant, "quant_algo", str.upper).get("quant_algo") == "MIXED_PRECISION"
     layers = section(quant, "quantized_layers") if mixed else {}

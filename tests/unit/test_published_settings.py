@@ -41,6 +41,7 @@ LEFT_OUT = [
     *(NVFP4 | {"ignore": [name]} for name in ("model.layers.1", "model.layers.1.mlp", "layers.1.mlp.experts")),
     NVFP4 | {"exclude_modules": ["lm_head", PREFIX]},
     {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    {"quant_method": "modelopt", "ignore": [], "kv_cache_scheme": {"num_bits": 8, "type": "float"}},  # in config.json
     ROUND | {"extra_config": {name: {"bits": 16, "data_type": "float"} for name in EACH}},
     ROUND | {"extra_config": {name.removeprefix("model."): {"bits": 16} for name in EACH}},
     ROUND | {"extra_config": {r"layers\.1\.mlp\.experts.*": {"bits": 16}}},
