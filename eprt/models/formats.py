@@ -381,8 +381,10 @@ def _format_of(checkpoint: Checkpoint, module: str) -> WeightFormat:
         return "bf16" if dtype == "BF16" else "f32"
     if dtype in ("U8", "I8"):
         return "nvfp4" if present & {"weight_scale", "weight_scale_2"} else "mxfp4"
-    if dtype == "F8_E4M3" and (blocks := present & {"weight_scale_inv", "scale"}):
-        return "fp8_block" if checkpoint.manifest[f"{module}.{min(blocks)}"].shape else "fp8_tensor"
+    if dtype == "F8_E4M3" and present & {"weight_scale_inv", "scale"}:
+        blocks = checkpoint.manifest.get(f"{module}.weight_scale_inv")
+        one = blocks is not None and prod(blocks.shape) == 1 and blocks.dtype != "F8_E8M0"
+        return "fp8_tensor" if one else "fp8_block"
     if dtype == "F8_E4M3" and "weight_scale" in present:
         scale, rows = checkpoint.manifest[f"{module}.weight_scale"], checkpoint.manifest[name].shape[:1]
         if scale.dtype in ("U8", "F8_E8M0"):

@@ -133,18 +133,17 @@ def test_llama_4_as_modelopt_exports_it(tmp_path, format, each):
         assert found.experts.down.input_scale.shape == (found.experts.num_local_experts, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_by_tensor_with_transformers_names(tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (1, 1)), (torch.bfloat16, ())])
+def test_fp8_by_tensor_with_transformers_names(tmp_path, dtype, shape):
     """`FineGrainedFP8Config(weight_block_size=None)`, also with static activations."""
     folder, plain, layer = packed(tmp_path, "fp8_tensor", case="deepseek_v3")
     names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 
     def renamed(held):
         ends = {name: name.rpartition(".")[2] for name in held}
-        scales = {
-            name.replace(ends[name], names[ends[name]]): held[name].to(dtype) for name in held if ends[name] in names
-        }
-        return scales | {name: tensor for name, tensor in held.items() if ends[name] not in names}
+        scales = {name: held[name].to(dtype).view(shape) for name in held if ends[name] in names}
+        others = {name: tensor for name, tensor in held.items() if name not in scales}
+        return others | {name.replace(ends[name], names[ends[name]]): scale for name, scale in scales.items()}
 
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
     found = load_layer(edit(folder, tmp_path / "renamed", renamed, config), layer)
