@@ -203,12 +203,15 @@ def _refuse_unread(source: Checkpoint, names: list[str], num_experts: int) -> No
     """Raises CheckpointError for a tensor of the block that no rank reads.
 
     A part that config.json doesn't mention, such as a shared expert, would silently be left out of the sum. Another
-    rank's experts count as read if this rank reads tensors of that kind.
+    rank's experts count as read if this rank reads tensors of that kind. transformers leaves matrices plain whose sizes
+    FP8's blocks don't divide, and writes a scale that it never reads beside them.
     """
     experts = {str(expert) for expert in range(num_experts)}
     kinds = {_kind(name) for name in names if name in source.touched}
+    plain = {f"{name}_scale_inv" for name in names if source.manifest[name].dtype in ("BF16", "F32")}
+    used = source.touched | plain
     for name in names:
-        if name not in source.touched and not (_kind(name) in kinds and ["", *_EXPERT.findall(name)][-1] in experts):
+        if name not in used and not (_kind(name) in kinds and ["", *_EXPERT.findall(name)][-1] in experts):
             raise CheckpointError(
                 f"{source.where(name)} belongs to this layer, and nothing in {where(source.config)} says what it is "
                 "for: complete the config, or remove the tensor"

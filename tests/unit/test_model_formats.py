@@ -219,6 +219,16 @@ class TestQuantizationConfig:
         with pytest.raises(CheckpointError, match="has dtype F8_E4M3: expected BF16"):
             load_layer(folder, layer)
 
+    def test_a_scale_that_transformers_writes_beside_a_plain_weight(self, tmp_path):
+        """Of a matrix whose sizes blocks don't divide, as the gate's one row; it multiplies by the weight as it is."""
+        folder, _, layer = packed(tmp_path, "fp8_block", case="qwen3_5_moe_text")
+        gate = f"model.layers.{layer}.mlp.shared_expert_gate"
+        junk = {f"{gate}.weight_scale_inv": torch.full((1, 1), float("nan"))}
+        found, known = (load_layer(edit(folder, tmp_path / "b", more), layer) for more in (junk, None))
+        equal(found.shared.output_gate, known.shared.output_gate)
+        with pytest.raises(CheckpointError, match=r"gate\.scale' belongs"):
+            load_layer(edit(folder, tmp_path / "c", {f"{gate}.scale": torch.ones(1, 1)}), layer)
+
     def test_a_tensor_named_like_those_of_all_experts(self, tmp_path):
         extra = {f"{DOWN['qwen3_moe']}.weight".replace(".2.", ".*."): torch.zeros(1)}
         assert refuses(r"experts\.\*\.down_proj\.weight' belongs", tmp_path, "qwen3_moe", extra) is CheckpointError
