@@ -19,6 +19,7 @@ import torch
 
 from eprt.config import MoEConfig
 from eprt.errors import EprtError
+from eprt.experts.padding import interleave_halves, pad_parts
 from eprt.placement import ExpertShard
 from eprt.rounding import round_up
 from eprt.tokens import FlatTokens
@@ -150,30 +151,23 @@ def _of_mxfp4(weights: ExpertWeights) -> tuple[Mxfp4, Mxfp4]:
     return weights.gate_up, weights.down
 
 
-def _interleaved(config: MoEConfig, weights: ExpertWeights, wide: int, tall: int) -> ExpertWeights:
-    """Returns MXFP4 experts with rows of gate and up interleaved, as both kernels take them, the hidden size padded by
-    `wide` columns, the intermediate size by `tall`."""
+def _interleaved(config: MoEConfig, weights: ExpertWeights) -> ExpertWeights:
+    """Returns MXFP4 experts padded to the sizes of `config`, with rows of gate and up in turns, as both kernels take
+    them."""
     gate_up, down = _of_mxfp4(weights)
     if not config.activation.gated or config.activation.beta != 1.0:
         raise EprtError("measured with gpt-oss's activation")
+    H, I, bias, down_bias = config.hidden_size, config.intermediate_size, weights.gate_up_bias, weights.down_bias
 
-    def alternate(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    def alternate(stack: torch.Tensor, cols: int) -> torch.Tensor:
+        return interleave_halves(pad_parts(stack, 2, I, cols), 1)
 
-    def padded(tensor: torch.Tensor, rows: int, columns: int = 0) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (*((0, columns) if tensor.dim() == 3 else ()), 0, rows)).contiguous()
-
-    first = (
-        padded(alternate(gate_up.codes), 2 * tall, wide // 2),
-        padded(alternate(gate_up.scales), 2 * tall, wide // MX_BLOCK),
+    return ExpertWeights(
+        Mxfp4(alternate(gate_up.codes, H // 2), alternate(gate_up.scales, H // MX_BLOCK)),
+        Mxfp4(pad_parts(down.codes, 1, H, I // 2), pad_parts(down.scales, 1, H, I // MX_BLOCK)),
+        None if bias is None else alternate(bias[..., None], 1)[..., 0],
+        None if down_bias is None else pad_parts(down_bias, 1, H),
     )
-    second = padded(down.codes, wide, tall // 2), padded(down.scales, wide, tall // MX_BLOCK)
-    bias, down_bias = weights.gate_up_bias, weights.down_bias
-    biases = (
-        None if bias is None else padded(alternate(bias), 2 * tall),
-        down_bias if down_bias is None else padded(down_bias, wide),
-    )
-    return ExpertWeights(Mxfp4(*first), Mxfp4(*second), *biases)
 
 
 def _w4a16(config: MoEConfig, first: Any, second: Any, bias: Any, down_bias: Any) -> Any:
@@ -204,10 +198,8 @@ def _padded_kernel(
     """Returns a call of vLLM's experts whose hidden and intermediate sizes are padded to whole `units`, as vLLM pads
     them: weights once, tokens in each call."""
     H, I = round_up(config.hidden_size, units[0]), round_up(config.intermediate_size, units[1])
-    wide = H - config.hidden_size
-    padded = _interleaved(config, weights, wide, I - config.intermediate_size)
-    config = replace(config, hidden_size=H, intermediate_size=I)
-    return _kernel(config, shard, device, lay(config, padded), *names, wide)
+    wide, config = H - config.hidden_size, replace(config, hidden_size=H, intermediate_size=I)
+    return _kernel(config, shard, device, lay(config, _interleaved(config, weights)), *names, wide)
 
 
 def _kernel(
