@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -193,12 +193,21 @@ class Gemm:
             options["maxnreg"] = min(255, 65536 // (tile.ctas * tile.warps * 32) // 8 * 8)
         return options
 
+    @cached_property
+    def _whole_parts(self) -> bool:
+        """Tells whether the columns are whole parts of the warp-specialized kernel's. Nothing is masked within a part
+        where the producer's threads copy; TMA reads zeros past the last column."""
+        from eprt.experts.grouped.constants_gluon import block_columns
+
+        return self.matrix.cols % block_columns(self.pair) == 0
+
     def _fits_warp_specialized(self, rows: Rows, out: torch.Tensor) -> bool:
-        """Tells whether the warp-specialized kernel takes these rows: it copies 16 bytes at a time, its offsets have 32
-        bits, and where the producer's threads copy, not TMA, nothing is masked within a part."""
-        data, whole = rows.data, self.matrix.cols % (FP8_BLOCK if self.pair in FP8_PAIRS else UNIT) == 0
+        """Tells whether the warp-specialized kernel takes these rows: it copies 16 bytes at a time, and offsets have 32
+        bits."""
+        data = rows.data
         copied = _strides(data)[0] % 16 == 0 and starts_aligned(data, out, data if rows.scale is None else rows.scale)
-        return self._chip.warp_specialized and (whole or rows.consecutive) and copied and data.numel() < INT32
+        fits = self._chip.warp_specialized and copied and data.numel() < INT32
+        return fits and (rows.consecutive or self._whole_parts)
 
     def weight_blocks(self, n: int, k: int, warp_specialized: bool = False) -> Weights:
         """Returns the weights and their scales as a kernel reads them, pointers or TMA descriptors of blocks [n, k]."""
