@@ -80,7 +80,7 @@ class ExpertNames:
             for ending in ("",) if suffix == "weight" else (f"_{suffix.removeprefix('weight_')}", f"_{suffix}"):
                 stacked = f"{self.prefix}.{name}{ending}"
                 apart.append(Location(stacked, expert, chunk, chunks, self.transposed))
-        return apart
+        return list(dict.fromkeys(apart))  # suffixes may be shortened to one
 
 
 def load_experts(
