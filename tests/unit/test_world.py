@@ -315,8 +315,10 @@ import contextlib, os, torch, torch.distributed as dist
 from eprt.world import World
 
 dist.init_process_group("gloo")
-if dist.get_rank() == 0:  # it serves the store
+if dist.get_rank() == 0:  # it serves the store, which rank 1 needs until it is through init_process_group
+    dist.recv(torch.empty(1), 1)
     os._exit(0)
+dist.send(torch.ones(1), 0)
 with contextlib.suppress(RuntimeError):
     dist.recv(torch.empty(1), 0)
 World.from_group(None, "cpu", timeout_s=2.0)
