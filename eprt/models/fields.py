@@ -61,7 +61,7 @@ class Field:
         rows, cols: how much of the matrix one entry covers; rows 0 means one number for the whole part, cols 0 a whole
             row.
         accept: checks values and brings them to the canonical dtype.
-        optional: may be absent from all experts (never from some).
+        optional: read only where all experts have it (calibration writes no input scale of one that it never met).
         transposed: the tensor is [in, out].
     """
 

@@ -131,8 +131,8 @@ class MatrixReader:
         stored: the fields of the number format, as the config says it.
         locate: the places of a field of a part of an expert, in the order in which they are tried.
         experts: this rank's, in the order of its slots.
-        num_experts: counts those of all ranks, which stacked tensors hold, and any of which may show that an optional
-            field exists.
+        num_experts: counts those of all ranks, which stacked tensors hold, and all of which must have an optional
+            field.
     """
 
     checkpoint: Checkpoint
@@ -223,8 +223,11 @@ class MatrixReader:
             claim.require(values, self.checkpoint.where(name), extent.size)
 
     def _exists(self, field: Field, parts: tuple[Part, ...]) -> bool:
-        places = (place for e in range(self.num_experts) for part in parts for place in self.locate(e, part, field))
-        return any(place.name in self.checkpoint for place in places)
+        """Tells whether all experts have an optional field. What only some have counts as read."""
+        each = [self.locate(e, part, field) for e in range(self.num_experts) for part in parts]
+        found = [next((place.name for place in places if place.name in self.checkpoint), "") for places in each]
+        self.checkpoint.touched.update(filter(None, found))
+        return all(found)
 
     def _field(self, field: Field, parts: tuple[Part, ...], extent: Extent) -> torch.Tensor:
         """Reads [L, rows of all parts, ...], or [L, parts] for a field of one number per part."""

@@ -73,6 +73,18 @@ class TestPacked:
         bare = edit(folder, tmp_path / "b", lambda h: {k: v for k, v in h.items() if not k.endswith("input_scale")})
         assert load_layer(bare, layer).experts.gate_up.input_scale is None
 
+    @pytest.mark.parametrize(("case", "format"), [("qwen3_moe", "nvfp4"), ("nemotron_h", "fp8_tensor")])
+    def test_an_expert_that_calibration_never_met_has_no_input_scale(self, tmp_path, case, format):
+        """ModelOpt writes none for it: no rank has a matrix with some of them, whichever experts it holds."""
+        folder, _, layer = packed(tmp_path, format, case=case)
+        missing = edit(folder, tmp_path / "b", drop=(f"{DOWN[case]}.input_scale",))
+        for rank in range(2):
+            whole, found = (load_layer(f, layer, ParallelConfig(2), rank).experts for f in (folder, missing))
+            assert found.down.input_scale is None
+            equal(found.gate_up.input_scale, whole.gate_up.input_scale)
+            for name, tensor in found.down.tensors().items():
+                equal(tensor, whole.down.tensors()[name])
+
 
 @pytest.mark.parametrize("apart", [False, True], ids=["stacked", "apart"])
 def test_llama_4_in_fp8_by_channel(tmp_path, apart):
@@ -243,7 +255,8 @@ FLOAT32 = [
     ("deepseek_v3", "fp8_block", "weight_scale_inv"),
 ]
 BAD_SCALES = [
-    *((*tensor, value) for tensor in FLOAT32 for value in (0.0, -1.0, NAN, INF, None)),
+    *((*tensor, value) for tensor in FLOAT32 for value in (0.0, -1.0, NAN, INF)),
+    *((*tensor, None) for tensor in FLOAT32 if tensor[2] != "input_scale"),
     *(("qwen3_moe", "nvfp4", "weight_scale", value) for value in (-0.5, NAN, None)),
     *(("deepseek_v4", "mxfp4", "scale", value) for value in (255, None)),
     *(("qwen3_moe", "mxfp8", "weight_scale", value) for value in (255, None)),

@@ -138,7 +138,6 @@ def test_parts_that_cut_a_scale_are_left_to_vllm(make) -> None:
     ("make", "name"),
     [
         (layouts.nvfp4, "w2_weight_scale_2"),
-        (layouts.nvfp4, "w13_input_scale"),
         (layouts.modelopt_fp8, "w13_weight_scale"),
         (layouts.w4a16, "w2_weight_scale"),
         (layouts.gptq, "w13_scales"),
@@ -167,3 +166,20 @@ def test_a_weight_only_checkpoint_has_no_input_scale() -> None:
         assert isinstance(weights.gate_up, Nvfp4)
         assert isinstance(weights.down, Nvfp4)
         assert weights.gate_up.input_scale is weights.down.input_scale is None
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (layouts.nvfp4, "w2_input_scale"),
+        (layouts.modelopt_fp8, "w2_input_scale"),
+        (layouts.w4a4_nvfp4, "w2_input_global_scale"),
+    ],
+)
+def test_a_layer_has_no_input_scale_if_calibration_never_met_one_of_its_experts(make, name) -> None:
+    loaded = make()
+    assert name in layout_of(loaded.method).unset
+    loaded.parameters[name][1] = float("nan")
+    weights = converted(loaded)
+    assert weights.down.input_scale is None
+    assert weights.gate_up.input_scale is not None

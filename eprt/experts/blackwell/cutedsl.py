@@ -104,8 +104,8 @@ class MaskedExperts(_Experts):
         factors, activation = self._factors, self._activation
         if factors.input is None or factors.intermediate is None:
             raise ConfigError(
-                "cutedsl_nvfp4 quantises expert-major tokens and needs the checkpoint's input_scale, which is missing: "
-                "use a dispatcher that emits flat tokens (computed with bf16 activations)"
+                "cutedsl_nvfp4 quantises expert-major tokens and needs the checkpoint's input_scale, which experts "
+                "lack: use a dispatcher that emits flat tokens (computed with bf16 activations)"
             )
         self._heights: set[int] = set()  # rows per expert that GEMMs are compiled for
         # Codes u8 [rows, cols/2, L], scales 6-D (32, 4, row tiles, 4, column tiles, L).

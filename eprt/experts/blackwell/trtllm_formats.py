@@ -143,7 +143,7 @@ class Nvfp4Format(TrtllmFormat):
         scale, intermediate = self._factors.input, self._factors.intermediate
         if scale is None or intermediate is None:
             raise ConfigError(
-                "trtllm_gen quantises activations to NVFP4 and needs the checkpoint's input_scale, which is missing: "
+                "trtllm_gen quantises activations to NVFP4 and needs the checkpoint's input_scale, which experts lack: "
                 "use cutedsl_nvfp4 with flat tokens (bf16 activations)"
             )
         self._multiplier, self._intermediate = 1.0 / scale, intermediate
@@ -191,7 +191,9 @@ class Fp8TensorFormat(TrtllmFormat):
 
     def fold_scales(self, gate_up: Fp8Tensor, down: Fp8Tensor) -> None:
         if gate_up.input_scale is None or down.input_scale is None:
-            raise ConfigError("trtllm_gen's per-tensor FP8 kernels need the checkpoint's input_scale, which is missing")
+            raise ConfigError(
+                "trtllm_gen's per-tensor FP8 kernels need the checkpoint's input_scale, which experts lack"
+            )
         self.input = gate_up.input_scale.to(self.device).amax().view(1)
         scale, intermediate = gate_up.scale.to(self.device), down.input_scale[:, 0].to(self.device)
         gate, up = scale[:, 0] * self.input, scale[:, -1] * self.input
