@@ -48,9 +48,9 @@ class ModelFamily(ABC):
     shared: ClassVar[str] = "shared_experts"
     returns_scores: ClassVar[bool] = False
     aliases: ClassVar[dict[Part, tuple[str, ...]]] = {
-        "gate": ("gate_proj",),
-        "up": ("up_proj",),
-        "down": ("down_proj",),
+        "gate": ("gate_proj", "w1"),
+        "up": ("up_proj", "w3"),
+        "down": ("down_proj", "w2"),
     }
     stacked: ClassVar[dict[Part, tuple[str, int, int]]] = {
         "gate": ("gate_up_proj", 0, 2),

@@ -9,7 +9,6 @@ from eprt.config import Activation, Routing
 from eprt.errors import ConfigError
 from eprt.json_files import shown
 from eprt.models.base import FieldFamily
-from eprt.models.fields import Part
 from eprt.models.hf_config import boolean, choice, expect, integer, listed, num_layers, real, where
 
 
@@ -89,11 +88,6 @@ class DeepseekV4(FieldFamily):
 
     blocks = ("model.layers.{}.ffn", "layers.{}.ffn", "model.layers.{}.mlp", "layers.{}.mlp")
     correction_biases = ("gate.bias", "gate.e_score_correction_bias")
-    aliases: ClassVar[dict[Part, tuple[str, ...]]] = {
-        "gate": ("w1", "gate_proj"),
-        "up": ("w3", "up_proj"),
-        "down": ("w2", "down_proj"),
-    }
     num_experts = ("n_routed_experts", "num_local_experts")
     num_shared = "n_shared_experts"
     settings: ClassVar[dict[str, object]] = {"hidden_act": "silu", "scoring_func": "sqrtsoftplus", "mlp_bias": False}

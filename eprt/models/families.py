@@ -79,7 +79,6 @@ class Mixtral(FieldFamily):
 
     blocks = ("model.layers.{}.block_sparse_moe", "model.layers.{}.mlp")
     router_weights = "float32"
-    aliases: ClassVar[dict[Part, tuple[str, ...]]] = {"gate": ("w1",), "up": ("w3",), "down": ("w2",)}
     intermediate_size = ("intermediate_size",)
     fixed_routing = Routing("softmax_topk", renormalize=True)
 

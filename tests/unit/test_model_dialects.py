@@ -46,6 +46,21 @@ def test_every_shard_holds_the_numbers_that_were_packed(tmp_path, dialect, case)
             same_numbers(found, expected, rtol=1e-6 if dialect.startswith("nvfp4") else 0)
 
 
+def test_experts_of_mixtrals_kind_by_the_names_that_llm_compressor_gives_them(tmp_path):
+    """It makes a linear layer of each expert's matrix, and names them as most families do: w1, w3, w2 become these."""
+    folder, plain, layer = packed(tmp_path, "pack_quantized", case="mixtral")
+    names = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+    def renamed(tensors):
+        for old, new in names.items():
+            tensors = {name.replace(old, new): values for name, values in tensors.items()}
+        return tensors
+
+    renamed_folder = edit(folder, tmp_path / "renamed", renamed)
+    for rank in range(2):
+        same_numbers(*(load_layer(path, layer, ParallelConfig(2), rank) for path in (renamed_folder, plain)))
+
+
 def test_zero_points_and_scales_keep_what_files_say(tmp_path):
     kept = {}
     for dialect in ("pack_quantized", "gptq", "gptq_v2", "awq", "pack_quantized_channel"):
