@@ -280,3 +280,44 @@ def test_a_wrapped_loader_is_told_of_experts_too() -> None:
         parameter.weight_loader(parameter, torch.ones(ROWS), "name", shard_id=shard, expert_id=3)
     assert bound.received.experts() == [3]
     assert not bound.received.complete
+
+
+@pytest.mark.parametrize("held", [[3], list(range(E))], ids=["one", "all"])
+def test_a_parameter_that_keeps_all_ranks_experts_has_this_ranks_read(held: list[int]) -> None:
+    """SGLang's NVFP4 has every rank's input scales loaded, the other ranks' while this rank's parameters are freed."""
+
+    class Second(Experts):
+        """The layer on the second of two ranks."""
+
+        def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
+            return expert_id - E if expert_id >= E else -1
+
+    def every(param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int) -> None:
+        param.data[expert_id] = loaded_weight
+
+    layer, read = Second(), {}
+    layer.w2_input_scale = Parameter(torch.zeros(2 * E), requires_grad=False)
+    layer.w2_input_scale._weight_loader = every
+    layer.load = lambda param, loaded, name, shard, expert: Experts.load(layer, param, loaded, name, shard, expert - E)
+    for parameter in (layer.w13_weight, layer.w2_weight):
+        parameter._weight_loader = layer.load
+    bound = bound_to(layer)
+    bound.layer = built = Mock()
+    built.placement.shard.return_value.experts = list(range(E, 2 * E))
+
+    def canonical(given: Any) -> Any:
+        return {name: tensor[E:] if len(tensor) == 2 * E else tensor for name, tensor in given.items()}
+
+    def matrices(given: Any) -> Any:
+        read.update(given)
+        return DENSE.matrices(given)
+
+    for e in [*range(E), *(E + row for row in held), 0]:
+        layer.w2_input_scale.weight_loader(layer.w2_input_scale, torch.tensor(e + 1.0), "input_scale", "w2", e)
+        for shard in ("w1", "w2", "w3") if e >= E else ():
+            load(layer, e, shard)
+    assert bound.received.experts() == held
+    bound.load(layer, replace(DENSE, matrices=matrices), interleaved=False, canonical=canonical)
+    assert read["w2_input_scale"].tolist() == [E + row + 1.0 for row in held]
+    layer.w2_input_scale.weight_loader(layer.w2_input_scale, torch.tensor(1.0), "input_scale", "w2", 0)
+    assert not layer.w2_input_scale.numel()

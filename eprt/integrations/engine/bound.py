@@ -65,7 +65,8 @@ class BoundLayer:
         self._again = lambda: self.load(owner(), layout, interleaved=interleaved, canonical=canonical)
 
         def weights(rows: list[int] | None) -> ExpertWeights:
-            tensors = canonical({n: p.data if rows is None else p.data[rows] for n, p in parameters.items()})
+            tensors = canonical({n: p.data for n, p in parameters.items()})
+            tensors = tensors if rows is None else {n: tensor[rows] for n, tensor in tensors.items()}
             return expert_weights(layout, tensors, interleaved=interleaved, again=self.layer is not None)
 
         if self.layer is None:

@@ -137,6 +137,8 @@ def watch(layer: Any, name: str, parameter: Any, received: Received, room: Calla
         # On meta, vLLM only counts how much would be written. Another rank's expert is not written: it may come when
         # this rank's are in the layer and freed already.
         written = not target.is_meta and (expert is None or local >= 0)
+        if not written and target.numel() == 0:  # SGLang's NVFP4 would load other ranks' input scales, too
+            return None
         # vLLM's Llama-4 brings all of the rank's experts at once, by the first one's number.
         all_of_them = expert is not None and getattr(given.get("loaded_weight"), "ndim", 0) == 3
         experts = range(received.num_experts) if all_of_them else [local]
