@@ -27,7 +27,7 @@ from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.vllm import _share_handlers, register
 from eprt.integrations.vllm.state import PluginState
 from eprt.integrations.vllm.supported import balance_options
-from eprt.integrations.vllm.worker import watch_worker
+from eprt.integrations.vllm.worker import watch_config, watch_worker
 from eprt.layer import ExpertParallelMoE
 from eprt.placement import EMPTY, ExpertPlacement
 from eprt.placement.file import PlacementFile
@@ -165,6 +165,24 @@ def test_a_model_without_its_experts_is_not_saved(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageError, match=r"experts of 1 layers, .*VLLM_PLUGINS=none"):
         worker().save_sharded_state("experts")
     saves.assert_called_once_with("dense")
+
+
+def test_an_engine_that_ends_in_its_process_leaves_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ends the worker of an `LLM` that is deleted (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), perhaps after the next has
+    begun, and frees its model."""
+    wrapper = type("WorkerWrapperBase", (), {"init_device": lambda _: None, "shutdown": lambda _: None})
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.worker_base", SimpleNamespace(WorkerWrapperBase=wrapper))
+    state = PluginState()
+    watch_config(state.begin, state.end)
+    first, second = wrapper(), wrapper()
+    for worker in (first, second):
+        worker.vllm_config = host(device_config=SimpleNamespace(device_type="cuda"))
+        worker.init_device()
+    state.built.append(Mock())
+    first.shutdown()
+    assert state.built
+    second.shutdown()
+    assert not state.built
 
 
 def test_a_process_that_shares_memory_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:

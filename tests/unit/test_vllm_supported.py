@@ -65,6 +65,7 @@ def nixl(ranks: int) -> dict[str, Any]:
         (lora("q_proj", "v_proj"), "cuda"),  # of attention alone
         (lora("qkv_proj", "o_proj"), "cuda"),
         (offload(), "cuda"),
+        ({"kernel_config": SimpleNamespace(moe_backend="auto")}, "cuda"),
         (nixl(ranks=1), "cuda"),
     ],
 )
@@ -81,6 +82,7 @@ TARGETS = "--enable-lora: .*--lora-target-modules that names projections of atte
         ({"parallel_config__enable_eplb": True}, "cuda", "--enable-eplb"),
         ({"parallel_config__use_ubatching": True}, "cuda", "--enable-dbo"),
         ({"load_config__load_format": "ipc_cache"}, "cuda", "--load-format ipc_cache"),
+        ({"kernel_config": SimpleNamespace(moe_backend="marlin")}, "cuda", "--moe-backend marlin"),
         ({"parallel_config__enable_elastic_ep": True}, "cuda", "--enable-elastic-ep"),
         ({"parallel_config__enable_fault_tolerance": True}, "cuda", "--enable-fault-tolerance"),  # since 0.32
         (nixl(ranks=2), "cuda", "--all2all-backend nixl_ep"),

@@ -44,7 +44,7 @@ def register() -> None:
         state.unfit = str(error)
     try:
         install(state)
-        watch_config(state.begin)
+        watch_config(state.begin, state.end)
     except ConfigError as error:
         logger.warning("eprt: every layer is left to vLLM: %s", error)
 

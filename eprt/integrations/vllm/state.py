@@ -37,11 +37,17 @@ EXTENSION = (
 
 @dataclass
 class PluginState(EngineState):
-    """The state that all layers of one vLLM process share."""
+    """The state that all layers of one vLLM process share.
+
+    Attributes:
+        began: `id` of the VllmConfig of the engine that began last, which this must not keep.
+    """
 
     engine = "vLLM"
     logger = logging.getLogger("vllm.eprt")
     eager_flag = "--enforce-eager"
+
+    began: int = 0
 
     def given(self) -> dict[str, Any]:
         return options_of(_current())
@@ -66,10 +72,17 @@ class PluginState(EngineState):
         """Begins an engine with a VllmConfig: what an earlier one of this process had is forgotten. Raises
         ConfigError."""
         self.forget()
+        self.began = id(config)
         if getattr(sys.modules.get("vllm.envs"), "VLLM_ENABLE_STARTUP_PLAN", False):
             # vLLM keeps its plan of memory under the configuration's hash; its own experts take other memory.
             config.additional_config = {**(config.additional_config or {}), MEMORY: eprt.__version__}
         self.take_over_balancing(config)
+
+    def end(self, config: Any) -> None:
+        """Frees the experts of the engine that began last, if this VllmConfig is its: vLLM frees the rest, and the
+        process may go on."""
+        if self.began == id(config):
+            self.forget()
 
     def take_over_balancing(self, config: Any) -> None:
         """Reads what is to be balanced from a VllmConfig, and turns vLLM's own balancing off where eprt's layers take

@@ -56,6 +56,7 @@ def left_whole(config: Any, device_type: str) -> bool:
 
 def _reasons(config: Any, device_type: str) -> list[tuple[bool, str]]:
     flags, model, loaded = config.parallel_config, config.model_config, config.load_config.load_format
+    chosen = getattr(getattr(config, "kernel_config", None), "moe_backend", "auto")  # of a draft, its own
     return [
         (device_type not in ("cuda", "cpu"), f"the platform is {device_type}: eprt runs on CUDA, and on CPU for tests"),
         (
@@ -63,6 +64,7 @@ def _reasons(config: Any, device_type: str) -> list[tuple[bool, str]]:
             "on CPU vLLM compiles the experts' call into its graph: --enforce-eager gives them to eprt",
         ),
         (loaded in PREPARED, f"--load-format {loaded} brings experts in the order of vLLM's own kernels"),
+        (chosen != "auto", f"--moe-backend {chosen} names the experts' kernels"),
         (flags.use_ubatching, "--enable-dbo runs two batches at once through one layer"),
         (
             (config.additional_config or {}).get(DECODE, "auto") != "auto",

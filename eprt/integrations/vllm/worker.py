@@ -70,14 +70,19 @@ def put_to_sleep(state: EngineState, kept: Kept, lost: Callable[[torch.Tensor], 
         layer.refuse_calls(f"layer {layer.dispatcher.layer}: {ASLEEP}")
 
 
-def watch_config(read: Callable[[Any], None]) -> None:
-    """Lets `read` have a worker's VllmConfig before the worker builds its model. Idempotent."""
+def watch_config(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Lets `begin` have a worker's VllmConfig before the worker builds its model, and `end` when it has ended.
+    Idempotent."""
     wrapper: Any = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
 
     def before_init(worker: Any) -> None:
-        read(worker.vllm_config)
+        begin(worker.vllm_config)
+
+    def after_shutdown(_: None, worker: Any) -> None:
+        end(getattr(worker, "vllm_config", None))
 
     _surround(wrapper, "init_device", before=before_init)
+    _surround(wrapper, "shutdown", after=after_shutdown)
 
 
 def _fills_empty_steps(parallel: Any) -> bool:
