@@ -302,13 +302,16 @@ def test_a_factor_that_sglangs_model_looks_up_in_each_step_stays() -> None:
     assert not model.take_over()
 
 
-def test_what_is_compiled_without_a_gate_has_a_key_of_its_own() -> None:
+def test_what_is_compiled_with_eprts_experts_or_without_a_gate_has_a_key_of_its_own() -> None:
+    """vLLM's graphs have what its own experts leave to them: a sum over ranks, say."""
     held, called = (InVllm(kind, ReplicatedLinear(random(E, H, seed=1))) for kind in (vllm.HoldsGate, vllm.MLPBlock))
     called.config.additional_config = {"eprt": {"strict": True}}
     assert held.take_over()
     assert called.take_over()
-    assert held.config.additional_config == {}
-    assert called.config.additional_config == {"eprt": {"strict": True}, vllm_routing.GATES: ["layers.0"]}
+    names = ["layers.0"]
+    assert held.config.additional_config == {vllm_routing.LAYERS: names}
+    more = {vllm_routing.LAYERS: names, vllm_routing.GATES: names}
+    assert called.config.additional_config == {"eprt": {"strict": True}} | more
 
 
 def test_models_without_eprts_experts_stay() -> None:

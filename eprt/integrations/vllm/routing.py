@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from eprt.config import Routing
+from eprt.integrations.engine.bound import bound_to
 from eprt.integrations.engine.routing import biased_sigmoid, take_over, unrouted
 
 # Blocks that call a gate of their own, under this name, and give its logits to the experts as they are.
@@ -18,21 +19,25 @@ _CALL_GATE = {"MLPBlock": "router"} | dict.fromkeys(
     "gate",
 )
 _CORRECTION = "e_score_correction_bias"
-GATES = "eprt_gates"  # in `additional_config`, which is part of the key to vLLM's compiled graphs
+# In `additional_config`, which is part of the key to vLLM's compiled graphs.
+LAYERS, GATES = "eprt_layers", "eprt_gates"
 
 
 def take_over_gates(model: nn.Module) -> None:
     """Lets eprt choose experts where eprt runs them, the gate is plain, and `_routing_of` knows the choice.
 
-    What vLLM records of a choice, it still records. The product moves into vLLM's opaque op; graphs that were compiled
-    with a gate outside of it no longer fit, which the model's VllmConfig says.
+    What vLLM records of a choice, it still records. Graphs that vLLM compiled for its own experts don't fit eprt's, as
+    the model's VllmConfig says: they sum over ranks what eprt has summed, or have the product of a gate, which moves
+    into vLLM's opaque op.
     """
     modules = list(model.modules())
     blocks = {id(runner): block for block in modules if (runner := getattr(block, "experts", None)) is not None}
     outside = [name for runner in modules if (name := _take_over(runner, blocks.get(id(runner))))]
+    found_in = [bound_to(getattr(runner, "routed_experts", None)) for runner in modules]
+    told = {LAYERS: [bound.binding.name for bound in found_in if bound]} | ({GATES: outside} if outside else {})
     configs = {id(found): found for module in modules if (found := getattr(module, "vllm_config", None)) is not None}
-    for config in configs.values() if outside else ():
-        config.additional_config = {**(config.additional_config or {}), GATES: outside}
+    for config in configs.values() if told[LAYERS] else ():
+        config.additional_config = {**(config.additional_config or {}), **told}
 
 
 def _take_over(runner: Any, block: nn.Module | None) -> str:
