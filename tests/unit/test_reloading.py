@@ -148,6 +148,23 @@ def test_a_loader_may_bring_all_of_a_ranks_experts_at_once() -> None:
     assert bound.received.complete
 
 
+def test_dummy_weights_that_were_copied_say_nothing_of_an_experts_parts() -> None:
+    """vLLM copies those of FP8 into the parameter; a trainer's have shards, of which none may lack then."""
+    layer = Experts()
+    bound = bound_to(layer)
+    for parameter in layer.parameters():
+        parameter.data = torch.empty(E, 2, ROWS)
+        parameter.copy_(torch.ones(E, 2, ROWS))
+    bound.received.forget()
+    for shards, lacking in (("w1 w3 w2", ""), ("w1 w2", "w13_weight (w3)")):
+        for e in range(E):
+            for shard in shards.split():
+                load(layer, e, shard)
+        assert lacking in bound.lacking
+        assert bound.received.complete == (not lacking)
+        bound.received.forget()
+
+
 @pytest.fixture
 def undefined() -> Iterator[None]:
     """Memory that nobody has written holds NaN, or the largest integer."""

@@ -41,7 +41,8 @@ class Received:
         self._name, self.num_experts = name, num_experts
         self.matrices: set[str] = set()
         self._parts: dict[int, set[tuple[str, str]]] = defaultdict(set)  # expert -> (parameter, shard)
-        self._expected: set[tuple[str, str]] = set()  # of each expert, by the first load that named any
+        self._expected: set[tuple[str, str]] = set()  # of each expert, by the first load
+        self._by_expert = False  # whether that load named any
         self._lock = threading.Lock()
 
     def add(self, parameter: str, expert: int, shard: str) -> None:
@@ -66,10 +67,11 @@ class Received:
             return list(range(self.num_experts))
         whole = {name for name, _ in loaded.get(WHOLE, set())}  # stands for all of the parameter's shards
         every = {e: parts for e, parts in loaded.items() if e != WHOLE}
+        known = self._expected if self._by_expert or not every else set()  # vLLM copies its dummy weights
         every = every or {e: set() for e in range(self.num_experts)}
         came = {name for parts in loaded.values() for name, _ in parts}
         absent = {(name, "") for name in self.matrices - came}
-        expected = self._expected or max(every.values(), key=len) | absent  # a first load may be a part itself
+        expected = known or max(every.values(), key=len) | absent  # a first load may be a part itself
         expected = {part for part in expected if part[0] not in whole}
         if lacking := {e: expected - parts for e, parts in every.items() if expected - parts}:
             expert, parts = next(iter(lacking.items()))
@@ -99,9 +101,11 @@ class Received:
 
     def forget(self) -> None:
         """Begins the next load, of which each expert needs the parts that came this time."""
-        named = [parts for e, parts in self._parts.items() if e != WHOLE] or list(self._parts.values())
+        named = [parts for e, parts in self._parts.items() if e != WHOLE]
         whole = self._parts.get(WHOLE, set())
-        self._expected = self._expected or max(({*parts, *whole} for parts in named), key=len, default=set())
+        if not self._expected or (named and not self._by_expert):
+            self._expected = max(({*parts, *whole} for parts in named), key=len, default={*whole})
+            self._by_expert = bool(named)
         self._parts.clear()
 
 
