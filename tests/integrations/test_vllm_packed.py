@@ -84,3 +84,16 @@ def test_new_weights_of_experts_that_are_made_fp8(tmp_path: Path) -> None:
     )
     assert codes == [0], logs[0][-3000:]
     assert tokens == [of[name][0] for name in ("a", *turns.values())]
+
+
+def test_a_trainers_weights_behind_dummy_ones(tmp_path: Path) -> None:
+    """RL frameworks start engines so. vLLM copies dummy numbers in FP8 into whole parameters."""
+    model = tmp_path / "model"
+    want, lead = by_transformers(packed_model(model, "fp8_block", BLOCKS["seed"]))
+    assert lead > BLOCKS["lead"]
+    updates: list[tuple[str, Path | str]] = [("direct", model), ("layerwise", model)]
+    codes, logs, [tokens] = ranks_run(
+        tmp_path, model, "bfloat16", 1, 1, "eprt", [PROMPTS], False, updates, load_format="dummy"
+    )
+    assert codes == [0], logs[0][-3000:]
+    assert tokens[1:] == [want, want]
