@@ -28,15 +28,15 @@ _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/1", "/dev/fd/2")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses and runs one command; returns its exit code."""
-    from eprt.cli.arguments import Ranked
-    from eprt.cli.parsing import RUNS
-
     if sys.stdout is None or sys.stderr is None:  # closed by the caller
         if sys.stderr is not None:
             sys.stderr.write("eprt: standard output is closed: there is nowhere to write the result\n")
         return NO_OUTPUT
     show_everything()
     try:
+        from eprt.cli.arguments import Ranked  # takes half a second, in which there may be a Ctrl-C, too
+        from eprt.cli.parsing import RUNS
+
         command = _parsed(arguments)
         joins = isinstance(command, Ranked) or getattr(command, "run", False)
         terminal = Terminal(json=getattr(command, "json", False), speaks=None if joins else True)

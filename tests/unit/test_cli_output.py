@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import environment, run_python
@@ -114,6 +116,18 @@ def test_version(tmp_path: Path) -> None:
     done = shell("$EPRT --version", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("eprt ")
+
+
+def test_ctrl_c_while_the_flags_are_imported_is_one_line(monkeypatch, capsys) -> None:
+    def interrupted(name: str, *rest: Any) -> Any:
+        if name == "eprt.cli.parsing":
+            raise KeyboardInterrupt
+        return imported(name, *rest)
+
+    imported = builtins.__import__
+    monkeypatch.setattr("builtins.__import__", interrupted)
+    assert main(["--version"]) == 130
+    assert capsys.readouterr().err.startswith("eprt: interrupted")
 
 
 def test_an_unknown_flag_is_answered_with_its_own_commands(capsys) -> None:
