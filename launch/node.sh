@@ -9,6 +9,7 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 [ ! -x "$here/.venv/bin/python" ] || [ -n "${PYTHON:-}" ] || python=$here/.venv/bin/python
 ranks=${RANKS:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 4)')}
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || { echo "RANKS=$ranks: expected a number from 1 on" >&2; exit 2; }
 [ $# -gt 0 ] || set -- -m eprt run
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run \

@@ -62,6 +62,14 @@ def test_a_node_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     check(progress, 2, RESUMED)
 
 
+@pytest.mark.parametrize("script", ["node.sh", "multinode.sh"])
+@pytest.mark.parametrize("ranks", ["0", "-1", "two"])
+def test_a_number_of_ranks_that_is_none_is_refused(script: str, ranks: str) -> None:
+    settings = os.environ | {"PYTHON": sys.executable, "RANKS": ranks, "NODES": "1", "HEAD": "localhost"}
+    done = subprocess.run([ROOT / "launch" / script, PROGRAM], env=settings, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, f"RANKS={ranks}: expected a number from 1 on\n")
+
+
 @pytest.mark.parametrize("victim", [0, 3])
 def test_two_nodes_go_on_after_a_rank_of_one_was_killed(tmp_path: Path, victim: int) -> None:
     """The agent of the other node may restart its ranks without counting it: the generation is the world's all the
