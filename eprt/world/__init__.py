@@ -314,16 +314,16 @@ class World(Collectives):
         Ranks also leave on purpose, between two steps: every other rank calls `shrink(leaving=...)`. A rank that leaves
         is asked for nothing, and may close its World or end once the others have returned; in between it hears that
         they left. All but the discarding of a step is as after a loss; rank 0 may leave, too.
+        At interpreter exit a process that went on leaves at once: with code 0, or 1 after an uncaught exception.
 
         Args:
             leaving: the ranks that leave, equal on all that stay; whole attention-TP groups.
-
-        At interpreter exit a process that went on leaves at once: with code 0, or 1 after an uncaught exception.
 
         Raises:
             RankLost: it can't be: no rank is named, this rank is among the lost, too few are left to be sure that no
                 others go on, or a kernel that waits for a lost rank can't be freed.
             InputError: `leaving` names this rank, no rank, or a part of an attention-TP group.
+            WorldMismatch: ranks name different ones that leave; a table, the same on all of them. Restart the job.
             UsageError: no rank is lost or leaves, a step is open, the World is closed, or memory that ranks share can't
                 go on.
         """

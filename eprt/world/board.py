@@ -21,19 +21,20 @@ class Board(dist.Store):
     """One rank's copy of what the ranks told each other. A note, once told, is told to whoever connects later, too.
 
     Args:
-        ranks: all of the World; a vote that names another is refused.
+        rank: this one.  ranks: all of the World; a vote that names another is refused.
         send_all: hands a message to all peers, from any thread.
 
     Attributes:
-        votes: whom each peer goes on without, by rank, as it said last. A peer writes its own alone.
+        votes: whom each peer goes on without, by rank, as it said last. A peer writes its own alone, here and below.
         mine: this rank's vote; None before its first.
     """
 
-    def __init__(self, ranks: Iterable[int], send_all: Callable[[object], None]) -> None:
+    def __init__(self, rank: int, ranks: Iterable[int], send_all: Callable[[object], None]) -> None:
         super().__init__()
-        self._ranks, self._send_all = frozenset(ranks), send_all
+        self._rank, self._ranks, self._send_all = rank, frozenset(ranks), send_all
         self._notes: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
+        self._leavers: dict[tuple[int, int], frozenset[int]] = {}
         self.votes: dict[int, frozenset[int]] = {}
         self.mine: frozenset[int] | None = None
 
@@ -42,16 +43,31 @@ class Board(dist.Store):
         self.mine = frozenset(lost)
         self._send_all(self._ballot())
 
+    def name_leavers(self, lost: int, leaving: Iterable[int]) -> None:
+        """Tells all peers who leaves on purpose while `lost` ranks are lost; this rank itself, where it leaves. The
+        first word of each rank stands, of whichever thread: who said that it leaves can't put out others."""
+        named = frozenset(leaving)
+        if self._leavers.setdefault((lost, self._rank), named) is named:
+            self._send_all({"leavers": [lost, sorted(named)]})
+
+    def leavers(self, lost: int) -> dict[int, frozenset[int]]:
+        """Returns who leaves on purpose while `lost` ranks are lost, by the rank that told it."""
+        return {rank: named for (so_far, rank), named in list(self._leavers.items()) if so_far == lost}
+
     def said(self) -> list[object]:
         """Returns all messages of this rank's: what a peer that connects has to hear."""
         ballot = [] if self.mine is None else [self._ballot()]
-        return [*ballot, *(self._note(key, value) for key, value in list(self._own.items()))]
+        own = [(lost, sorted(named)) for (lost, rank), named in list(self._leavers.items()) if rank == self._rank]
+        leavers = [{"leavers": [lost, named]} for lost, named in own]
+        return [*ballot, *leavers, *(self._note(key, value) for key, value in list(self._own.items()))]
 
     def heard(self, rank: int, message: Any) -> bool:
         """Takes a peer's message in. Returns False for one that isn't for the board."""
         match message:
-            case {"lost": [*ranks]} if all(type(lost) is int and lost in self._ranks for lost in ranks):
+            case {"lost": [*ranks]} if self._are_ranks(ranks):
                 self.votes[rank] = frozenset(ranks)
+            case {"leavers": [int(lost), [*ranks]]} if self._are_ranks(ranks):
+                self._leavers.setdefault((lost, rank), frozenset(ranks))
             case {"note": [str(key), str(text)]} if len(self._notes) < _MAX_NOTES:
                 try:
                     self._notes.setdefault(key, base64.b64decode(text, validate=True))
@@ -87,6 +103,9 @@ class Board(dist.Store):
         for notes in (self._notes, self._own):
             for key in [key for key in list(notes) if not key.startswith(prefix)]:
                 del notes[key]
+
+    def _are_ranks(self, named: Iterable[object]) -> bool:
+        return all(type(rank) is int and rank in self._ranks for rank in named)
 
     def _ballot(self) -> object:
         return {"lost": sorted(self.mine or ())}

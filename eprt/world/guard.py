@@ -220,6 +220,7 @@ class Guard(Verdicts):
         self.met = replace(self.met, members=self._members, store=dist.PrefixStore(name[:-1], self.board))
         self._suspicions, self._passed_over, self._agreed = [], set(), threading.Event()
         self.verdict, self._raised = None, False
+        self._leave_if_named()
         if self._early is not None:
             self._heard(*self._early)
 
@@ -313,9 +314,16 @@ class Guard(Verdicts):
                 elif lost > self._lost:
                     self._early = rank, message
             case _:
-                if not self.board.heard(rank, message) and not peer.warned:
+                if self.board.heard(rank, message):
+                    self._leave_if_named()
+                elif not peer.warned:
                     logger.warning("rank %d sent what no guard understands: ignored", rank)
-                peer.warned = True
+                    peer.warned = True
+
+    def _leave_if_named(self) -> None:
+        """Says that this rank leaves, if others name it: from then on it can't go on without them."""
+        if any(self.rank in named for named in self.board.leavers(self._lost).values()):
+            self.board.name_leavers(self._lost, [self.rank])
 
     def _closed(self, rank: int) -> None:
         if rank in self._peers:

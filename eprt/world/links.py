@@ -59,8 +59,10 @@ class LoopThread(threading.Thread):
 
     def do(self, call: Callable[[], None]) -> None:
         """Runs `call` in the thread and waits for it at most a second: it must happen before this process ends. Does
-        nothing in the thread itself, and once that has ended."""
-        if not self.is_alive() or self.here:
+        nothing once the thread has ended."""
+        if self.here:
+            call()
+        if self.here or not self.is_alive():
             return
         done = threading.Event()
         with suppress(RuntimeError):  # the loop ended in between

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from eprt.config import ParallelConfig
-from eprt.errors import InputError, RankLost, UsageError
+from eprt.errors import InputError, RankLost, UsageError, WorldMismatch, aligned
 from eprt.world.agree import Header, exchange
 from eprt.world.collectives import Collectives
 from eprt.world.groups import payload_group, silent_after
@@ -74,7 +74,8 @@ class Shrinking:
         going = self._checked_leaving(leaving)
         verdict, guard = self._require_reason(going)
         gone = {rank for rank, alive in enumerate(world.alive) if not alive}
-        lost = self._excluding(gone | going | set(verdict.ranks if verdict else ()))
+        lost = gone | set(verdict.ranks if verdict else ())
+        lost = self._excluding(lost | going | self._late_to_name_leavers(guard, going, lost))
         self._end_device_work(lost, verdict)
         self._life.leave_groups()
         while True:
@@ -123,6 +124,37 @@ class Shrinking:
         if not verdict.ranks:
             raise RankLost(f"{verdict} This can't be gone on from.", verdict.rank, verdict.why, verdict.ranks)
         return verdict, guard
+
+    def _late_to_name_leavers(self, guard: Guard, going: set[int], lost: set[int]) -> set[int]:
+        """Tells who leaves, and waits until all say the same; the guards of those that leave say it by themselves.
+        Returns who didn't come to say it.
+
+        Without their word two parts that name each other could both go on: who leaves counts for no quorum.
+
+        Raises:
+            WorldMismatch: some name others. RankLost: this rank is among those that others named first.
+        """
+        world, board, num_lost = self._world, guard.board, self._world.alive.count(False)
+        board.name_leavers(num_lost, going)
+        deadline, late = time.monotonic() + self._patience_s, {world.rank} if going else set[int]()
+        while late and time.monotonic() < deadline:
+            late = set(world._ranks) - lost - set().union(board.leavers(num_lost), *guard.absent())
+            time.sleep(_LOOK_S)
+        told = board.leavers(num_lost)
+        said = {rank: named for rank, named in sorted(told.items()) if named and rank not in named}
+        if going and len(set(said.values())) > 1:
+            rows = [("rank", "leaving"), *((str(rank), str(sorted(named))) for rank, named in said.items())]
+            title = "the ranks name different `leaving`, so none goes on; restart the job, and name the same on all:"
+            mismatch = WorldMismatch(f"{title}\n{aligned(rows)}")
+            mismatch.shared = True
+            raise mismatch
+        if guard.left_out or world.rank in told[world.rank]:
+            self._excluding(lost.union({world.rank}, *(named for named in told.values() if world.rank in named)))
+        return late - going
+
+    @property
+    def _patience_s(self) -> float:
+        return self._world.timeout_s * (2 if self._world.device.type == "cuda" else 1)
 
     def _excluding(self, lost: set[int]) -> set[int]:
         """Returns who has to go if these do. Raises RankLost if this rank has to."""
@@ -174,15 +206,14 @@ class Shrinking:
             RankLost: this rank is out, or too few are left to be sure that no others go on.
         """
         world, board, told = self._world, guard.board, False
-        patience_s = world.timeout_s * (2 if world.device.type == "cuda" else 1)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + self._patience_s
         while True:
             grown = self._grown(guard, lost)
             if grown != lost or not told:
                 lost, told = grown, True
                 self._require_quorum(guard, lost, leaving)
                 board.vote(lost)
-                deadline = time.monotonic() + patience_s
+                deadline = time.monotonic() + self._patience_s
             peers = set(world._ranks) - lost - {world.rank}
             late = {rank for rank in peers if set(board.votes.get(rank, ())) != lost}
             if not late:

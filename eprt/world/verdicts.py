@@ -107,7 +107,10 @@ class Verdicts:
         self._passed_over: set[int] = set()  # ranks that were asked for a verdict and gave none
         self._stop = threading.Event()
         self._lost = 0  # for good: what is said with another number is of another time
-        self.board = Board(self._members, lambda message: self._thread.do(lambda: self._links.send_all(message)))
+        self.board = Board(self.rank, self._members, self._send_all)
+
+    def _send_all(self, message: object) -> None:
+        self._thread.do(lambda: self._links.send_all(message))
 
     def _are_ranks(self, named: Iterable[object]) -> bool:
         return all(isinstance(rank, int) and rank in self._members for rank in named)

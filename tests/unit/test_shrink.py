@@ -166,6 +166,31 @@ def test_ranks_leave_on_purpose(dispatcher: str, leaving: list[int], serves: boo
             assert told == [((leaving[0],), 4), (tuple(sorted(leaving)), 4)]
 
 
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ([[2, 3], [2, 3], [0, 1], [0, 1]], "0     [2, 3] 1     [2, 3] 2     [0, 1] 3     [0, 1]"),
+        ([[1], [0]], "0     [1] 1     [0]"),
+        ([[3], [2, 3], [3], []], "0     [3] 1     [2, 3] 2     [3]"),
+    ],
+)
+def test_ranks_that_name_different_leavers_all_say_so(lists: list[list[int]], said: str) -> None:
+    found = launch(jobs.told_lists, len(lists), timeout_s=60.0, lists=lists)
+    assert [alive for _, alive in found] == [(True,) * len(lists)] * len(lists)
+    (told,) = {text for (text, _), leaving in zip(found, lists, strict=True) if leaving}
+    assert told.startswith("WorldMismatch: the ranks name different `leaving`")
+    assert " ".join(told.splitlines()[2:]) == said
+
+
+def test_a_rank_that_the_others_went_on_without_cannot_go_on_without_them() -> None:
+    *stay, (heard, _), (also, _) = launch(
+        jobs.told_lists, 4, timeout_s=60.0, lists=[[2, 3], [2, 3], [0, 1], [0, 1]], later=2
+    )
+    assert [alive for _, alive in stay] == [(True, True, False, False)] * 2
+    assert f"RankLost: rank 2 {OUT} [2, 3] were lost: the others go on without it" in heard
+    assert f"RankLost: rank 3 {OUT} [2, 3] were lost: the others go on without it" in also
+
+
 def test_leavers_that_are_refused() -> None:
     for rank, found in enumerate(launch(jobs.refused_leavers, 4, timeout_s=60.0)):
         unknown, flag, number, itself, half, nobody, inside = found

@@ -19,6 +19,7 @@ from eprt.dispatch import make_dispatcher
 from eprt.errors import RankLost
 from eprt.placement import ExpertPlacement
 from eprt.world import World
+from eprt.world.guard import Guard
 from eprt.world.shrink import Survivors
 from eprt.world.wire import gather_values
 from support.builders import die, said, stop_for
@@ -242,3 +243,19 @@ def generation_goes_on(context) -> list[Any]:
     heard = said(lambda: [generate(model, prompt, graphs=True, **options) for _ in range(100)])
     world.shrink()
     return [heard, *(generate(model, prompt, graphs=graphs, **options) for graphs in (True, False)), before]
+
+
+def told_lists(context, lists: list[list[int]], later: int = -1) -> tuple[str, tuple[bool, ...]]:
+    """What a rank hears that calls shrink with its own list, and who is left in its World. All call at one moment, but
+    for those from `later` on: the others have gone on by then."""
+    world = context.world(timeout_s=LIMIT_S)
+    CheckedLayer(world, "none", "continue").step(0)
+    if 0 <= later <= world.rank:
+        time.sleep(2.0)
+    together = later < 0 and lists[world.rank]  # no guard says that its rank leaves before the rank's own call
+    with mock.patch.object(Guard, "_leave_if_named") if together else nullcontext():
+        if later < 0:
+            world.barrier()
+        found = said(lambda: world.shrink(lists[world.rank])), world.alive
+        time.sleep(2.0)  # a process that ends is a lost one to the others
+    return found
