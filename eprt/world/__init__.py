@@ -76,7 +76,7 @@ class World(Collectives):
             with start_up(timeout_s) as guards:
                 if guard is None:
                     layout = layout_in_words(membership.parallel, self.device)
-                    met = rendezvous_in_group(group, self.rank, timeout_s, layout)
+                    met = rendezvous_in_group(dist.get_process_group_ranks(group), self.rank, timeout_s, layout)
                     guard = start_guard(met, timeout_s, self.device)
                 guards.append(guard)
                 self._lifecycle.start(guard)
@@ -117,7 +117,7 @@ class World(Collectives):
             if owns_default:
                 met = rendezvous_in_environment(rank, size, timeout_s, layout)
             else:
-                met = rendezvous_in_group(dist.distributed_c10d._get_default_group(), rank, timeout_s, layout)
+                met = rendezvous_in_group(list(range(size)), rank, timeout_s, layout)
             guard = start_guard(met, timeout_s, where)
             guards.append(guard)
             if owns_default:

@@ -27,6 +27,7 @@ from eprt.world.rendezvous import Rendezvous, await_late, claim_store, meet, req
 from eprt.world.termination import AGENT, ask
 
 SILENT_AFTER_S = 10.0
+HOST_STORE = "torch.distributed's store"  # who serves a host engine's, for messages
 # Torch's switch for symmetric memory between ranks of one GPU: only tests have such ranks. NCCL refuses them.
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 # What srun and the usual mpiruns tell their tasks; a batch script or an interactive shell has none of them above 1.
@@ -172,14 +173,12 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: st
     return met
 
 
-def rendezvous_in_group(group: dist.ProcessGroup, rank: int, timeout_s: float, layout: str) -> Rendezvous:
-    """Finds the ranks of a host engine's group in torch.distributed's own store. Raises RankLost, WorldMismatch."""
-    ranks = dist.get_process_group_ranks(group)
+def rendezvous_in_group(ranks: list[int], rank: int, timeout_s: float, layout: str) -> Rendezvous:
+    """Finds some of a host engine's ranks in torch.distributed's own store. Raises RankLost, WorldMismatch."""
     default: Any = dist.distributed_c10d._get_default_store()
-    label, host = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16], "torch.distributed's store"
-    silent_s = silent_after(timeout_s)
-    store = ask(default.clone, silent_s, host)  # connects anew: torch alone waits 30 minutes for a host that is gone
-    return meet(store, label, rank, len(ranks), timeout_s, silent_s, host, layout)
+    label, silent_s = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16], silent_after(timeout_s)
+    store = ask(default.clone, silent_s, HOST_STORE)  # connects anew: torch alone waits 30 minutes for one that is gone
+    return meet(store, label, rank, len(ranks), timeout_s, silent_s, HOST_STORE, layout)
 
 
 def silent_after(timeout_s: float) -> float:
@@ -190,8 +189,9 @@ def silent_after(timeout_s: float) -> float:
 def start_guard(met: Rendezvous, timeout_s: float, device: torch.device) -> Guard:
     """Returns a running guard. It watches a store that torchrun's agent serves; if a rank does, the guards' own links
     tell more."""
-    store = None if hosts_store(0) else met.base.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    guard = Guard(met, silent_after(timeout_s), 2.0 if device.type == "cuda" else None, store)
+    silent_s, base = silent_after(timeout_s), cast("Any", met.base)
+    store = None if hosts_store(0) else ask(base.clone, silent_s, AGENT)  # connects anew
+    guard = Guard(met, silent_s, 2.0 if device.type == "cuda" else None, store)
     guard.start()
     return guard
 
@@ -328,7 +328,10 @@ def group_of_ranks(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     if ranks == list(range(dist.get_world_size())):
         return dist.distributed_c10d._get_default_group()
     with start_up(timeout_s):  # torch's own errors are no RankLost, and end a process with another code
+        met = rendezvous_in_group(ranks, ranks.index(dist.get_rank()), timeout_s, "")  # names who doesn't come
+        met.listener.close()
         made = dist.new_group(ranks, timeout=timedelta(seconds=2 * timeout_s), use_local_synchronization=True)
+        ask(met.erase, silent_after(timeout_s), HOST_STORE)  # all have read it by now
     return cast("dist.ProcessGroup", made)
 
 

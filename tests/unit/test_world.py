@@ -17,7 +17,7 @@ from support.processes import Python
 
 from eprt.config import MoEConfig, ParallelConfig, RuntimeConfig
 from eprt.dispatch import make_dispatcher
-from eprt.errors import ConfigError, InputError, RankLost, UsageError
+from eprt.errors import ConfigError, InputError, UsageError
 from eprt.ranks.launcher import launch
 from eprt.world import World, collectives, groups
 from eprt.world.collectives import Collectives, Membership
@@ -83,15 +83,9 @@ def test_the_gpu_of_a_host_engine_is_the_one_it_made_current(monkeypatch) -> Non
         dist.destroy_process_group()
 
 
-def test_a_rank_that_does_not_come_to_the_group_of_a_mesh_is_lost(monkeypatch) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(dist, "new_group", Mock(side_effect=dist.DistStoreError("wait timeout")))
-    mesh = Mock(ndim=2, mesh_dim_names=("dp", "tp"), mesh=torch.tensor([[0, 1]]))  # of a larger host engine
-    try:
-        with pytest.raises(RankLost, match="a rank was lost while the World was made: wait timeout"):
-            World.from_mesh(mesh, attention_tp_dim="tp")
-    finally:
-        dist.destroy_process_group()
+def test_a_rank_that_does_not_come_to_the_group_of_a_mesh_is_named() -> None:
+    words = "RankLost: ranks [1] of 2 didn't come within 2 s of start-up; look at their logs. Restart the job."
+    assert launch(jobs.absent_from_a_mesh, 3) == [("", True), (words, True), ("", True)]
 
 
 @pytest.mark.parametrize(

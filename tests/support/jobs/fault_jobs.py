@@ -19,6 +19,7 @@ from eprt.tokens import TopK
 from eprt.world import World, groups
 from eprt.world.guard import Guard
 from eprt.world.links import Links
+from eprt.world.rendezvous import Rendezvous
 from support.builders import NOTHING, die, said, stop_for
 
 LIMIT_S = 3.0  # of the Worlds here: half of it is the silent limit
@@ -60,6 +61,23 @@ def loses_the_store_at_once(context, port: int, server: int, what: str) -> None:
 
     os.environ["WORLD_SIZE"] = "2"
     with mock.patch("eprt.world.groups._job_store", lose):
+        World.from_env("cpu", timeout_s=LIMIT_S)
+
+
+def loses_the_store_once_ranks_met(context, port: int, server: int, what: str) -> None:
+    """The store is stopped or killed before this rank's guard connects to it."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+
+    def lose(met: Rendezvous, *arguments: Any) -> Guard:
+        if context.rank == 0:
+            met.store.wait(["rank 1 met"])
+            os.kill(server, getattr(signal, what))
+        else:
+            met.store.set("rank 1 met", "")
+        time.sleep(1.0)
+        return groups.start_guard(met, *arguments)
+
+    with mock.patch("eprt.world.start_guard", lose):
         World.from_env("cpu", timeout_s=LIMIT_S)
 
 

@@ -79,6 +79,18 @@ def around_host_groups(context) -> list[object]:
     return found
 
 
+def absent_from_a_mesh(context) -> tuple[str, bool]:
+    """Rank 2 of a host engine's three doesn't come to the World of a mesh of ranks 1 and 2."""
+    host = context.world()
+    mesh = DeviceMesh("cpu", [[1, 2]], mesh_dim_names=("dp", "tp"))
+    started, found = time.monotonic(), ""
+    if context.rank == 1:
+        found = said(lambda: World.from_mesh(mesh, attention_tp_dim="tp", timeout_s=2.0))
+    soon = time.monotonic() - started < 3.0
+    host.barrier()
+    return found, soon
+
+
 def around_a_file(context, path: str) -> tuple[int, int, bool]:
     """torch.distributed as a host starts it without torchrun: ranks meet in a file."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
