@@ -90,6 +90,8 @@ def rebalance(
     """
     with shared_errors(world, Header("rebalance", -1, 0)):
         require_kinds(rebalance, {"layers": layers, "placements": placements, "most_bytes": most_bytes})
+        if most_bytes is not None and most_bytes < 0:
+            raise ConfigError(f"most_bytes {most_bytes}: expected bytes from 0 on, or None for whatever it takes")
         world.require_whole("rebalance")
         _require_movable(world, layers, placements)
         move = _Move(world, layers, placements, most_bytes)

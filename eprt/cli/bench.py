@@ -191,7 +191,8 @@ def keep(arguments: Bench, terminal: Terminal) -> Callable[[Report], None]:
 
 
 def finish(report: Report, arguments: Bench, terminal: Terminal, wrong: Sequence[str] = ()) -> int:
-    """Prints what was left out and what is wrong, stores and plots the report. Returns 1 if anything is wrong."""
+    """Prints what was left out and what is wrong, stores and plots the report. Returns 1 if anything is wrong, and 2 if
+    nothing at all could be measured."""
     terminal.say(*(f"left out: {note}" for note in report.notes), *(f"FAIL: {text}" for text in wrong))
     if terminal.speaks:
         terminal.result(report.as_dict())
@@ -201,4 +202,7 @@ def finish(report: Report, arguments: Bench, terminal: Terminal, wrong: Sequence
         if isinstance(arguments, PlottedBench) and arguments.plot is not None:
             plot(report, arguments.plot)
             terminal.say(f"wrote {arguments.plot}")
+    if not report.rows:
+        terminal.error("nothing could be measured: what was left out says why")
+        return ConfigError.exit_code
     return int(bool(wrong))

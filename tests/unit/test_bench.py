@@ -250,7 +250,7 @@ def test_a_pipe_gets_one_report() -> None:
     reader, writer = os.pipe()
     arguments, found = Bench(output=Path(f"/dev/fd/{writer}")), Report("layer", [])
     bench_command.keep(arguments, Terminal(json=True))(found)
-    bench_command.finish(found, arguments, Terminal(json=True))
+    assert bench_command.finish(found, arguments, Terminal(json=True)) == 2
     os.close(writer)
     with open(reader) as pipe:
         assert json.loads(pipe.read())["bench"] == "layer"
@@ -323,6 +323,13 @@ def test_what_a_bench_cannot_measure_is_refused(words: str, says: str, capsys) -
     name, *rest = words.split()
     assert main(["bench", name, *CPU, *rest]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_bench_that_measured_nothing_ends_with_2(capsys) -> None:
+    assert main("bench layer --world 2 --device cpu --tokens 1 --executor triton_grouped".split()) == 2
+    said = capsys.readouterr()
+    assert "left out: " in said.out
+    assert said.err.endswith("eprt: nothing could be measured: what was left out says why\n")
 
 
 def test_a_planned_placement_beside_experts_in_order(tmp_path, capsys) -> None:

@@ -200,6 +200,7 @@ def test_with_moe_tp_each_slice_goes_to_its_own_rank(pools) -> None:
         ("alone", "ConfigError: rank 1: layers is .*ExpertParallelMoE: expected a sequence of ExpertParallelMoE"),
         ("bytes", "CapacityError: rank 0 would stage .* bytes, most_bytes is 100"),
         ("text", "ConfigError: most_bytes '1 GB': expected int or None"),
+        ("negative", "ConfigError: most_bytes -10: expected bytes from 0 on, or None"),
         ("layout", "WorldMismatch: ranks \\[1\\] hold prepared experts in other dtypes"),
         ("executor", "UnsupportedError: reference can't move experts"),
         ("plain", "UsageError: layer 0 was built with its experts in order"),

@@ -159,8 +159,8 @@ def refusals(context, what):
         placements = []
     elif what in (odd := {"kind": (layers, [None]), "alone": (layer, placements)}) and world.rank == 1:
         layers, placements = odd[what]
-    elif what in ("bytes", "text"):
-        options = {"most_bytes": 100 if what == "bytes" else "1 GB"}
+    elif what in (limits := {"bytes": 100, "text": "1 GB", "negative": -10}):
+        options = {"most_bytes": limits[what]}
     elif what == "layout" and world.rank == 1:
         tensors = layer.executor.slot_tensors()
         layer.executor.slot_tensors = lambda: {name: tensor.double() for name, tensor in tensors.items()}
