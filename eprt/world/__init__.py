@@ -30,6 +30,7 @@ from eprt.world.groups import (
     local_device,
     make_meshes,
     place,
+    refusals_told,
     rendezvous_in_environment,
     rendezvous_in_group,
     start_guard,
@@ -107,8 +108,8 @@ class World(Collectives):
         """
         require_timeout(timeout_s)
         rank, size = place()
-        parallel = ParallelConfig(size, attention_tp_size, moe_tp_size)
-        where = local_device(device)
+        with refusals_told(rank, size, timeout_s):
+            parallel, where = ParallelConfig(size, attention_tp_size, moe_tp_size), local_device(device)
         if size == 1 and not dist.is_initialized():
             return cls(Membership(0, 1, where, parallel), timeout_s)
         owns_default = not dist.is_initialized()
@@ -332,8 +333,7 @@ class World(Collectives):
     def resource(self, key: Hashable, make: Callable[[], T], close: Callable[[T], None] | None = None) -> T:
         """Returns memory shared by ranks, made once per key and counted; `key` must name all that is baked into it.
 
-        Making is usually collective, so every rank must ask in the same order. Freed by the last `release`, or by
-        `close`.
+        Making is usually collective: every rank asks in the same order. Freed by the last `release`, or by `close`.
         """
         self.require_open()
         with torch.inference_mode(False):  # it outlives this call, and the next may write to it outside of that mode

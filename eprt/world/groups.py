@@ -9,7 +9,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -74,6 +74,19 @@ def joins_torchrun() -> bool:
 def hosts_store(rank: int) -> bool:
     """Returns whether this process serves the store: rank 0 does where no torchrun agent does."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+@contextmanager
+def refusals_told(rank: int, size: int, timeout_s: float) -> Iterator[None]:
+    """Tells an error of the block, before ranks meet, to those that would wait for this one; rank 0 has to come soon,
+    or they do wait."""
+    try:
+        yield
+    except EprtError as error:
+        if size > 1 and not dist.is_initialized():
+            with suppress(EprtError, RuntimeError, OSError), start_up(timeout_s):
+                rendezvous_in_environment(rank, size, silent_after(timeout_s), "", error)
+        raise
 
 
 @contextmanager
@@ -147,8 +160,10 @@ def layout_in_words(parallel: ParallelConfig, device: torch.device) -> str:
     return f"{sizes}, {device.type}"
 
 
-def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: str) -> Rendezvous:
-    """Finds all ranks that torchrun's environment names. Raises RankLost, WorldMismatch, ConfigError."""
+def rendezvous_in_environment(
+    rank: int, size: int, timeout_s: float, layout: str, refusal: EprtError | None = None
+) -> Rendezvous:
+    """Finds all ranks that torchrun's environment names. Raises RankLost, WorldMismatch, ConfigError: see `meet`."""
     if hosts_store(rank):
         require_files(size)
     host, silent_s = ("rank 0" if hosts_store(0) else AGENT), silent_after(timeout_s)
@@ -168,7 +183,7 @@ def rendezvous_in_environment(rank: int, size: int, timeout_s: float, layout: st
             message = f"{where} isn't rank 0's: {why}. Set MASTER_ADDR to an address of this host, which rank 0 is on"
         raise RankLost(f"{message}. Restart the job.", -1, "store") from error
     claim_store(store, silent_s, host)
-    met = meet(store, "world", rank, size, timeout_s, silent_s, host, layout)
+    met = meet(store, "world", rank, size, timeout_s, silent_s, host, layout, refusal)
     store.set_timeout(timedelta(seconds=2 * timeout_s))
     return met
 

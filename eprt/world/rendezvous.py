@@ -93,6 +93,7 @@ class _Attempt:
         self.rank, self.ranks, self.host = rank, range(size), host
         self.timeout_s, self.deadline, self._silent_s = timeout_s, deadline, silent_s
         self.members: dict[int, Member] = {}
+        self.refusal: EprtError | None = None  # why this rank will not take part: told as soon as the others listen
         self._joined = ""  # what rank 0's request said, on the others
 
     def ask(self, call: Callable[[], T]) -> T:
@@ -120,13 +121,18 @@ class _Attempt:
             if name and (name, self.rank) not in _JOINED:
                 self._hear_the_end_of(name, mine)
                 self.store = dist.PrefixStore(name, self._base)
+                if self.refusal is not None:
+                    self.report_error(self.refusal)
+                    self.ask(lambda: self.store.set(f"member/{self.rank}", mine))  # for who serves the store
+                    return
                 if self._termination() is None and self._claim_rank(me, mine):
                     _JOINED.add((name, self.rank))
                     self._joined = name
                     return
             time.sleep(_LOOK_S)
         self.store = dist.PrefixStore(_NOBODY_ASKED, self._base)
-        self._end_absent([0])
+        if self.refusal is None:
+            self._end_absent([0])
 
     def _hear_the_end_of(self, name: str, mine: str) -> None:
         """Raises what ended this attempt's rendezvous before this rank came, once, and says that it heard of it."""
@@ -143,6 +149,8 @@ class _Attempt:
         before this one) or a stranger."""
         name = secrets.token_hex(8)
         self.store = dist.PrefixStore(name, self._base)
+        if self.refusal is not None:
+            self.report_error(self.refusal)
         self.ask(lambda: self.store.set(f"member/{self.rank}", mine))
         _JOINED.add((name, self.rank))
         before = self._asked()
@@ -225,6 +233,8 @@ class _Attempt:
         words = f"rank {self.rank} raised: {type(error).__name__}: {error}; others still wait for it. Restart the job."
         with suppress(EprtError, RuntimeError, OSError):
             self._write(Termination("raised", (self.rank,), one_block(words)))
+        if self.host == f"rank {self.rank}":
+            _ENDED.append(self)
 
     def end(self, found: Termination) -> NoReturn:
         """Writes the termination record, and raises what stands there: another rank may have been first."""
@@ -283,7 +293,15 @@ def await_late() -> None:
 
 
 def meet(
-    store: dist.Store, label: str, rank: int, size: int, timeout_s: float, silent_s: float, host: str, layout: str = ""
+    store: dist.Store,
+    label: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    silent_s: float,
+    host: str,
+    layout: str = "",
+    refusal: EprtError | None = None,
 ) -> Rendezvous:
     """Finds the other ranks in `store`. Collective.
 
@@ -292,6 +310,7 @@ def meet(
         timeout_s: how long to wait for a rank that isn't there; silent_s: for an answer of the store.
         host: who serves the store, for messages.
         layout: how the World is to be divided, in words; the same on all ranks.
+        refusal: why this rank can't take part, for the others, who hear of it where rank 0 asks; raised in any case.
 
     Raises:
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came, or come later.
@@ -305,7 +324,10 @@ def meet(
     deadline = time.monotonic() + timeout_s
     while True:
         attempt = _Attempt(base, rank, size, timeout_s, deadline, silent_s, host)
+        attempt.refusal = refusal
         attempt.join(Member.here(size, layout))
+        if refusal is not None:
+            raise refusal
         try:
             require_files(size)
             return exchange_addresses(attempt)

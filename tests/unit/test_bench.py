@@ -326,10 +326,7 @@ def test_what_a_bench_cannot_measure_is_refused(words: str, says: str, capsys) -
 
 
 def test_a_bench_that_measured_nothing_ends_with_2(capsys) -> None:
-    assert (
-        main(["bench", "layer", "--world", "2", "--device", "cpu", "--tokens", "1", "--executor", "triton_grouped"])
-        == 2
-    )
+    assert main(["bench", "layer", *CPU, "--tokens", "1", "--executor", "triton_grouped"]) == 2
     said = capsys.readouterr()
     assert "left out: " in said.out
     assert said.err.endswith("eprt: nothing could be measured: what was left out says why\n")

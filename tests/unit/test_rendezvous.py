@@ -25,13 +25,15 @@ def come(
     late: int = -1,
     host: str = "the store",
     layouts: tuple[str, ...] = ("",) * SIZE,
+    refuses: int = -1,
 ) -> list[Rendezvous | str]:
     """What each of these ranks got: a rendezvous, or the error's text."""
 
     def one(rank: int) -> Rendezvous | str:
         time.sleep(0.2 if rank == late else 0.0)
+        refusal = ConfigError("no such GPU") if rank == refuses else None
         try:
-            return meet(store, "label", rank, SIZE, timeout_s, 10.0, host, layouts[rank])
+            return meet(store, "label", rank, SIZE, timeout_s, 10.0, host, layouts[rank], refusal)
         except RankLost as lost:
             return f"{lost.rank} {lost.why}: {lost}"
         except WorldMismatch as error:
@@ -138,6 +140,18 @@ def test_what_is_wrong_with_one_host_is_told_to_all(monkeypatch: pytest.MonkeyPa
     told = {text for text in found if not text.startswith("own: ")}
     assert len(told) == 1
     assert "raised: ConfigError: GLOO_SOCKET_IFNAME='x'" in told.pop()
+
+
+@pytest.mark.parametrize("late", range(SIZE))
+@pytest.mark.parametrize("refuses", range(SIZE))
+def test_a_rank_that_cannot_take_part_is_not_waited_for(refuses: int, late: int) -> None:
+    store, started = dist.HashStore(), time.monotonic()
+    found = come(store, range(SIZE), late=late, refuses=refuses, layouts=("mine", "mine", "mine"))
+    assert time.monotonic() - started < 5.0
+    assert found.pop(refuses) == "own: no such GPU"
+    said = f"rank {refuses} raised: ConfigError: no such GPU; others still wait for it. Restart the job."
+    assert found == [f"{refuses} raised: {said}"] * 2
+    assert len({met.nonce for met in come(store, range(SIZE))}) == 1
 
 
 @pytest.mark.parametrize("before", [False, True])

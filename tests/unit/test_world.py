@@ -88,6 +88,14 @@ def test_a_rank_that_does_not_come_to_the_group_of_a_mesh_is_named() -> None:
     assert launch(jobs.absent_from_a_mesh, 3) == [("", True), (words, True), ("", True)]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_size_that_is_wrong_on_one_rank_is_told_to_the_other(victim: int) -> None:
+    found = launch(jobs.wrong_on_one_rank, 2, victim=victim)
+    error = "ConfigError: attention_tp_size 3 doesn't divide world_size 2; use a divisor"
+    assert found.pop(victim) == (error, True)
+    assert found == [(f"RankLost: rank {victim} raised: {error}; others still wait for it. Restart the job.", True)]
+
+
 @pytest.mark.parametrize(
     ("size", "expected"),
     [

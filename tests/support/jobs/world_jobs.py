@@ -79,6 +79,12 @@ def around_host_groups(context) -> list[object]:
     return found
 
 
+def wrong_on_one_rank(context, victim: int) -> tuple[str, bool]:
+    started = time.monotonic()
+    found = said(lambda: World.from_env("cpu", attention_tp_size=3 if context.rank == victim else 1, timeout_s=30.0))
+    return found, time.monotonic() - started < 10.0
+
+
 def absent_from_a_mesh(context) -> tuple[str, bool]:
     """Rank 2 of a host engine's three doesn't come to the World of a mesh of ranks 1 and 2."""
     host = context.world()
