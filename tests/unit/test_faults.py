@@ -179,15 +179,15 @@ def test_a_late_rank_hears_from_rank_0s_store_though_rank_0_is_through() -> None
     port = free_port()
     joins = "import eprt.world.rendezvous as r; join = r._Attempt.join\n"
     joins += "r._Attempt.join = lambda *given: (join(*given), print('joined', flush=True))\n"
-    code, names = joins + WORLD.format(timeout=60.0, then="pass"), {"WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+    code, names = joins + WORLD.format(timeout=100.0, then="pass"), {"WORLD_SIZE": "3", "MASTER_PORT": str(port)}
     pair = [Python("-c", code, env=environment(RANK=rank, **names)) for rank in "01"]
     assert [rank.stdout.readline() for rank in pair] == ["joined\n"] * 2
     pair[1].kill()
     time.sleep(2.0)
     started = time.monotonic()
-    (late,) = finish(process(2, 3, port, timeout=60.0))
+    (late,) = finish(process(2, 3, port, timeout=100.0))
     first, _ = finish(*pair)
-    assert time.monotonic() - started < 30.0
+    assert time.monotonic() - started < 60.0
     assert (first[0], late[0]) == (75, 75)
     words = [re.search(r"RankLost: (.*)", said).group(1) for _, said in (first, late)]
     assert words[0] == words[1]

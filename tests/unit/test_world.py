@@ -84,7 +84,7 @@ def test_the_gpu_of_a_host_engine_is_the_one_it_made_current(monkeypatch) -> Non
 
 
 def test_a_rank_that_does_not_come_to_the_group_of_a_mesh_is_named() -> None:
-    words = "RankLost: ranks [1] of 2 didn't come within 2 s of start-up; look at their logs. Restart the job."
+    words = "RankLost: ranks [1] of 2 didn't come within 4 s of start-up; look at their logs. Restart the job."
     assert launch(jobs.absent_from_a_mesh, 3) == [("", True), (words, True), ("", True)]
 
 

@@ -91,8 +91,8 @@ def absent_from_a_mesh(context) -> tuple[str, bool]:
     mesh = DeviceMesh("cpu", [[1, 2]], mesh_dim_names=("dp", "tp"))
     started, found = time.monotonic(), ""
     if context.rank == 1:
-        found = said(lambda: World.from_mesh(mesh, attention_tp_dim="tp", timeout_s=2.0))
-    soon = time.monotonic() - started < 3.0
+        found = said(lambda: World.from_mesh(mesh, attention_tp_dim="tp", timeout_s=4.0))
+    soon = time.monotonic() - started < 7.0  # torch's own limit is 8 s
     host.barrier()
     return found, soon
 
