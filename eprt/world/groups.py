@@ -49,7 +49,7 @@ def place() -> tuple[int, int]:
             f"the environment says {said}: expected numbers with RANK < WORLD_SIZE, and a port from 1 to 65535, as "
             "torchrun sets them"
         )
-    restarts()  # a number, too, or an error before ranks meet
+    _ = restarts(), number_of("LOCAL_RANK"), number_of("LOCAL_WORLD_SIZE", 1)  # numbers, or an error before ranks meet
     return rank, size
 
 

@@ -121,10 +121,6 @@ class _Attempt:
             if name and (name, self.rank) not in _JOINED:
                 self._hear_the_end_of(name, mine)
                 self.store = dist.PrefixStore(name, self._base)
-                if self.refusal is not None:
-                    self.report_error(self.refusal)
-                    self.ask(lambda: self.store.set(f"member/{self.rank}", mine))  # for who serves the store
-                    return
                 if self._termination() is None and self._claim_rank(me, mine):
                     _JOINED.add((name, self.rank))
                     self._joined = name
@@ -168,6 +164,10 @@ class _Attempt:
     def _claim_rank(self, me: Member, mine: str) -> bool:
         """Returns False if a process that may be of an earlier attempt holds it: rank 0 will ask anew if it is."""
         key = f"member/{self.rank}"
+        if self.refusal is not None:
+            self.report_error(self.refusal)
+            self.ask(lambda: self.store.set(key, mine))
+            return True
         there = self.ask(lambda: bytes(self.store.compare_set(key, "", mine)))
         holder = Member.parse(there)
         if holder is None:
@@ -258,8 +258,8 @@ class _Attempt:
     def await_late(self) -> None:
         """Waits until every rank has come, or would come too late."""
         names = [f"member/{rank}" for rank in self.ranks]
-        with suppress(RuntimeError, OSError):
-            while time.monotonic() < self.deadline and not self.store.check(names):
+        with suppress(EprtError, RuntimeError, OSError):
+            while time.monotonic() < self.deadline and not self.ask(lambda: self.store.check(names)):
                 time.sleep(_LOOK_S)
 
     def _termination(self) -> Termination | None:
@@ -310,7 +310,7 @@ def meet(
         timeout_s: how long to wait for a rank that isn't there; silent_s: for an answer of the store.
         host: who serves the store, for messages.
         layout: how the World is to be divided, in words; the same on all ranks.
-        refusal: why this rank can't take part, for the others, who hear of it where rank 0 asks; raised in any case.
+        refusal: why this rank can't take part: told to the others once rank 0 asks, and raised when all have come.
 
     Raises:
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came, or come later.
@@ -327,6 +327,7 @@ def meet(
         attempt.refusal = refusal
         attempt.join(Member.here(size, layout))
         if refusal is not None:
+            attempt.await_late()  # or they would take the next call for this one
             raise refusal
         try:
             require_files(size)
@@ -385,9 +386,8 @@ def _compare(attempt: _Attempt, members: dict[int, Member]) -> None:
     for name, what in _ALIKE.items():
         values = {rank: str(getattr(member, name)) for rank, member in members.items()}
         if len(set(values.values())) > 1:
-            rows = [(str(rank), value, str(members[rank])) for rank, value in values.items()]
-            table = aligned([("rank", name, "process"), *rows])
-            message = f"the ranks disagree about {what}; start all of them alike:\n{table}"
+            rows = [("rank", name, "process"), *((str(r), value, str(members[r])) for r, value in values.items())]
+            message = f"the ranks disagree about {what}; start all of them alike:\n{aligned(rows)}"
             attempt.end(Termination("mismatch", (), message))
 
 

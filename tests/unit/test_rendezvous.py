@@ -154,6 +154,19 @@ def test_a_rank_that_cannot_take_part_is_not_waited_for(refuses: int, late: int)
     assert len({met.nonce for met in come(store, range(SIZE))}) == 1
 
 
+def test_ranks_that_all_refuse_meet_at_their_next_call() -> None:
+    store = dist.HashStore()
+
+    def one(rank: int) -> str:
+        time.sleep(0.2 * rank)
+        with pytest.raises((ConfigError, RankLost), match="no such GPU"):
+            meet(store, "label", rank, SIZE, 20.0, 10.0, "the store", refusal=ConfigError("no such GPU"))
+        return meet(store, "label", rank, SIZE, 20.0, 10.0, "the store").nonce
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert len(set(pool.map(one, range(SIZE)))) == 1
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_who_does_not_come_is_named(before: bool) -> None:
     for missing in range(SIZE):
