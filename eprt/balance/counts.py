@@ -51,13 +51,13 @@ def zipf(num_experts: int, exponent: float, total: int = 1_000_000) -> tuple[int
     """Returns [E] counts of a Zipf distribution: expert e gets a share proportional to 1 / (e + 1) ** exponent.
 
     Raises:
-        ConfigError: no experts, or too many; an exponent that is negative, or 100 and more.
+        ConfigError: no experts, or too many; an exponent that is negative, or 100 and more; a negative total.
     """
     require_kinds(zipf, locals())
-    if not 1 <= num_experts <= MAX_EXPERTS or not 0 <= exponent < 100:
+    if not 1 <= num_experts <= MAX_EXPERTS or not 0 <= exponent < 100 or total < 0:
         raise ConfigError(
-            f"Zipf over {num_experts} experts with exponent {exponent}: expected 1 to {MAX_EXPERTS} experts, and an "
-            "exponent from 0 to below 100"
+            f"Zipf over {num_experts} experts with exponent {exponent}, {total} in all: expected 1 to {MAX_EXPERTS} "
+            "experts, an exponent from 0 to below 100, and a total from 0 on"
         )
     shares = [(place + 1) ** -float(exponent) for place in range(num_experts)]
     whole = sum(shares)
