@@ -92,7 +92,7 @@ def test_zipf_is_what_it_says() -> None:
         zipf(4, -1.0)
     with pytest.raises(ConfigError, match=r"over 1000000000000 experts .*: expected 1 to 65536 experts"):
         zipf(10**12, 1.0)
-    with pytest.raises(ConfigError, match="-3 in all: expected .* a total from 0 on"):
+    with pytest.raises(ConfigError, match=r"-3 in all: expected .* a total from 0 on"):
         zipf(8, 1.0, -3)
     assert len(zipf(65536, 1.0)) == 65536  # in time linear in them
 
