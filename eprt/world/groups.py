@@ -345,8 +345,10 @@ def group_of_ranks(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     with start_up(timeout_s):  # torch's own errors are no RankLost, and end a process with another code
         met = rendezvous_in_group(ranks, ranks.index(dist.get_rank()), timeout_s, "")  # names who doesn't come
         met.listener.close()
+        read, limit = [f"read/{peer}" for peer in met.ranks], timedelta(seconds=timeout_s)
+        ask(lambda: met.base.wait(read, limit), 2 * timeout_s, HOST_STORE)  # NCCL's groups are made without waiting
+        ask(met.erase, silent_after(timeout_s), HOST_STORE)
         made = dist.new_group(ranks, timeout=timedelta(seconds=2 * timeout_s), use_local_synchronization=True)
-        ask(met.erase, silent_after(timeout_s), HOST_STORE)  # all have read it by now
     return cast("dist.ProcessGroup", made)
 
 

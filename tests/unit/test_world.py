@@ -88,6 +88,10 @@ def test_a_rank_that_does_not_come_to_the_group_of_a_mesh_is_named() -> None:
     assert launch(jobs.absent_from_a_mesh, 3) == [("", True), (words, True), ("", True)]
 
 
+def test_ranks_of_a_mesh_meet_where_torch_makes_groups_without_waiting() -> None:
+    assert launch(jobs.slow_to_meet_for_a_mesh, 3) == [0, 2, 2]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_size_that_is_wrong_on_one_rank_is_told_to_the_other(victim: int) -> None:
     found = launch(jobs.wrong_on_one_rank, 2, victim=victim)

@@ -21,7 +21,7 @@ from eprt.config import MoEConfig, RuntimeConfig
 from eprt.dispatch import DISPATCHERS, make_dispatcher
 from eprt.support import Device
 from eprt.tokens import TopK
-from eprt.world import World
+from eprt.world import World, rendezvous
 from eprt.world.groups import make_splittable
 from eprt.world.shared_exchange import open_exchange
 from support.builders import caught, said
@@ -95,6 +95,20 @@ def absent_from_a_mesh(context) -> tuple[str, bool]:
     soon = time.monotonic() - started < 7.0  # torch's own limit is 8 s
     host.barrier()
     return found, soon
+
+
+def slow_to_meet_for_a_mesh(context) -> int:
+    """The last rank sees what the others wrote half a second later, and torch makes a group without waiting for all
+    its ranks, as it does with NCCL."""
+    host, made = context.world(), dist.new_group([1, 2])
+    mesh, size = DeviceMesh("cpu", [[1, 2]], mesh_dim_names=("dp", "tp")), 0
+    look = mock.patch.object(rendezvous, "_LOOK_S", 0.5 if context.rank == 2 else 0.05)
+    with look, mock.patch.object(dist, "new_group", lambda *_, **__: made):
+        if context.rank:
+            with World.from_mesh(mesh, attention_tp_dim="tp", timeout_s=6.0) as world:
+                size = world.size
+    host.barrier()
+    return size
 
 
 def around_a_file(context, path: str) -> tuple[int, int, bool]:
