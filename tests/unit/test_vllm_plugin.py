@@ -411,6 +411,12 @@ def test_experts_of_every_format_travel_whole(pools, weight_format: str) -> None
     assert pools(2).run(jobs.spread_experts, weight_format=weight_format) == [[], []]
 
 
+def test_input_scales_that_one_rank_lacks_are_used_by_none(pools) -> None:
+    """vLLM holds this rank's experts alone; ranks that know of others would send more tensors, or refuse to start."""
+    scales = {"gate_up": True, "down": False}
+    assert pools(2).run(jobs.scales_missing_on_one_rank) == [[scales] * 2] * 2
+
+
 def test_kernels_compile_while_vllm_loads_what_comes_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the first layer of each kind."""
     started: list[tuple[Any, bool]] = []

@@ -12,7 +12,7 @@ from torch import nn
 
 from eprt.errors import EprtError, UsageError
 from eprt.integrations.engine.parameters import ParameterLayout, Parameters, expert_weights, mark_unset
-from eprt.integrations.engine.ranks import redistribute
+from eprt.integrations.engine.ranks import redistribute, unscaled_of, without_scales
 from eprt.integrations.engine.reloading import MATRICES, Received, watch
 from eprt.integrations.engine.state import EngineState, LayerBinding
 from eprt.layer import ExpertParallelMoE
@@ -30,6 +30,7 @@ class BoundLayer:
         self.parameters: tuple[str, ...] = ()  # the experts': the engine's module may hold its router's, too
         self.received = Received(binding.name, binding.config.num_experts // binding.world.parallel.ep_size)
         self._freed: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}  # what parameters were like
+        self._unscaled: set[str] = set()  # matrices that the layer was built without an input scale of
         self._begun: dict[str, int] = {}  # where the memory lies that new weights are loaded into
 
     def declared(self, own: dict[str, Any], layout: ParameterLayout, layer: Any) -> None:
@@ -67,10 +68,11 @@ class BoundLayer:
         def weights(rows: list[int] | None) -> ExpertWeights:
             tensors = canonical({n: p.data for n, p in parameters.items()})
             tensors = tensors if rows is None else {n: tensor[rows] for n, tensor in tensors.items()}
-            return expert_weights(layout, tensors, interleaved=interleaved, again=self.layer is not None)
+            found = expert_weights(layout, tensors, interleaved=interleaved, again=self.layer is not None)
+            return without_scales(found, self._unscaled)
 
         if self.layer is None:
-            self.layer = self.state.build(self.binding, weights(None))
+            self.layer = self.state.build(self.binding, self._scaled_alike(weights(None)))
         else:
             for name, parameter in parameters.items():
                 if not self.received.of(name):
@@ -83,6 +85,11 @@ class BoundLayer:
                 parameter.data = parameter.data.new_empty(0)
         self._begun.clear()
         self.received.forget()
+
+    def _scaled_alike(self, loaded: ExpertWeights) -> ExpertWeights:
+        """Returns the first weights, less the input scales that a rank lacks: those of later ones go, too."""
+        self._unscaled = unscaled_of(self.binding.world, loaded)
+        return without_scales(loaded, self._unscaled)
 
     def finish(self) -> None:
         """Loads what `model.load_weights` has brought since. Raises CheckpointError where experts lack a part."""
@@ -117,6 +124,7 @@ class BoundLayer:
                 raise UsageError(f"{self.binding.name}: experts that were placed elsewhere are loaded all at once")
             loaded = weights(None)
         exchange(layer.world, header)
+        loaded = without_scales(loaded, unscaled_of(layer.world, loaded))
         return redistribute(layer.world, loaded, layer.placement)
 
     def _own(self, module: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
@@ -43,6 +44,21 @@ def world_of(group: Any, device: torch.device, tp_group: Any, logger: logging.Lo
     # Engines' processes end without atexit; World's own finalizer, at 0, ends the guard.
     Finalize(None, at_exit, exitpriority=1)
     return world
+
+
+def unscaled_of(world: World, loaded: ExpertWeights) -> set[str]:
+    """Returns the matrices for which experts of any rank lack an input scale: an engine's rank knows its own alone.
+    Collective."""
+    names = [name for name in ("gate_up", "down") if hasattr(getattr(loaded, name), "input_scale")]
+    if not names:
+        return set()
+    every = world.gather_words([int(getattr(loaded, name).input_scale is None) for name in names])
+    return {name for name, *lacks in zip(names, *every, strict=True) if any(lacks)}
+
+
+def without_scales(loaded: ExpertWeights, names: set[str]) -> ExpertWeights:
+    """Returns the experts without the input scales of these matrices."""
+    return replace(loaded, **{name: replace(getattr(loaded, name), input_scale=None) for name in names})
 
 
 def redistribute(world: World, loaded: ExpertWeights, placement: ExpertPlacement) -> ExpertWeights:

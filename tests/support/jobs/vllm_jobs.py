@@ -6,11 +6,13 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
+from unittest.mock import Mock
 
 import torch
 
@@ -18,6 +20,8 @@ from eprt.bench.experts import random_experts
 from eprt.config import MoEConfig, WeightFormat
 from eprt.errors import CapacityError
 from eprt.integrations.engine import balancing
+from eprt.integrations.engine.bound import BoundLayer
+from eprt.integrations.engine.parameters import ParameterLayout
 from eprt.integrations.engine.ranks import redistribute
 from eprt.integrations.engine.sleeping import Kept
 from eprt.integrations.engine.state import describe
@@ -388,6 +392,36 @@ def spread_experts(context: Any, weight_format: WeightFormat) -> list[str]:
     ]
     pairs += [(name, getattr(found, name), getattr(wanted, name)) for name in ("gate_up_bias", "down_bias")]
     return [name for name, mine, theirs in pairs if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))]
+
+
+def scales_missing_on_one_rank(context: Any) -> list[dict[str, bool]]:
+    """Which input scales an NVFP4 layer has, built and loaded anew, if calibration never met an expert of rank 1's."""
+    world, layer = context.world(timeout_s=10.0), MoEConfig(E, K, 128, 128, weight_format="nvfp4")
+    torch.manual_seed(0)
+    full = random_experts(layer, E, world.device).map(lambda tensor: tensor[share(context)])
+    given = full if context.rank == 0 else replace(full, down=replace(full.down, input_scale=None))
+    placement = ExpertPlacement(E, world.parallel, (*reversed(range(E)),))
+    found: list[dict[str, bool]] = []
+
+    def built(_: Any, experts: Any) -> Any:
+        placed(experts)
+        return Mock(world=world, placement=placement, load_experts=placed)
+
+    def placed(experts: Any, **_: Any) -> None:
+        redistribute(world, experts, placement)
+        found.append({name: getattr(experts, name).input_scale is not None for name in ("gate_up", "down")})
+
+    binding = SimpleNamespace(name="experts", number=0, world=world, config=layer)
+    layout = ParameterLayout(Mock(), lambda _: (given.gate_up, given.down))
+    bound = BoundLayer(Mock(build=built, unfinished=[]), cast("Any", binding))
+    bound.parameters = ("w2_weight",)
+    engines = torch.nn.Module()
+    for _ in range(2):
+        engines.w2_weight = torch.nn.Parameter(torch.ones(E), requires_grad=False)
+        with mock.patch.object(bound.received, "experts", return_value=range(E // 2)):
+            bound.load(engines, layout, interleaved=False)
+        given = full  # an update has all of them
+    return found
 
 
 def left(context: Any, strict: bool, unfit: str = "") -> tuple[str, dict[str, list[str]]]:

@@ -103,7 +103,7 @@ def slow_to_meet_for_a_mesh(context) -> int:
     host, made = context.world(), dist.new_group([1, 2])
     mesh, size = DeviceMesh("cpu", [[1, 2]], mesh_dim_names=("dp", "tp")), 0
     look = mock.patch.object(rendezvous, "_LOOK_S", 0.5 if context.rank == 2 else 0.05)
-    with look, mock.patch.object(dist, "new_group", lambda *_, **__: made):
+    with look, mock.patch.object(dist, "new_group", return_value=made):
         if context.rank:
             with World.from_mesh(mesh, attention_tp_dim="tp", timeout_s=6.0) as world:
                 size = world.size
