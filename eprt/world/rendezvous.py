@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from eprt.errors import ConfigError, EprtError, RankLost, WorldMismatch, aligned, one_block
 from eprt.world.addresses import listen, named_interface
-from eprt.world.process import Member, ended, job_name, record
+from eprt.world.process import Member, bounded, ended, job_name, record
 from eprt.world.termination import TERMINATION, Termination, ask
 
 logger = logging.getLogger("eprt")
@@ -165,9 +165,10 @@ class _Attempt:
         """Returns False if a process that may be of an earlier attempt holds it: rank 0 will ask anew if it is."""
         key = f"member/{self.rank}"
         if self.refusal is not None:
-            self.report_error(self.refusal)
-            self.ask(lambda: self.store.set(key, mine))
-            return True
+            if free := Member.parse(self._read(self.store, key)) is None:
+                self.report_error(self.refusal)  # before this rank is there: its layout isn't compared
+                self.ask(lambda: self.store.set(key, mine))
+            return free
         there = self.ask(lambda: bytes(self.store.compare_set(key, "", mine)))
         holder = Member.parse(there)
         if holder is None:
@@ -258,8 +259,8 @@ class _Attempt:
     def await_late(self) -> None:
         """Waits until every rank has come, or would come too late."""
         names = [f"member/{rank}" for rank in self.ranks]
-        with suppress(EprtError, RuntimeError, OSError):
-            while time.monotonic() < self.deadline and not self.ask(lambda: self.store.check(names)):
+        with suppress(RuntimeError, OSError):
+            while time.monotonic() < self.deadline and not self.store.check(names):
                 time.sleep(_LOOK_S)
 
     def _termination(self) -> Termination | None:
@@ -314,20 +315,19 @@ def meet(
 
     Raises:
         RankLost: a rank didn't come, or ended meanwhile; the same on all ranks that came, or come later.
-        WorldMismatch: another process has this rank's place, or the ranks run different versions or mean different
-            Worlds.
+        WorldMismatch: another process has this rank's place, or ranks run other versions or mean other Worlds.
         ConfigError: see `named_interface`, `require_files`.
     """
     named_interface()  # one that is there, or an error before ranks meet
     job = hashlib.sha256(job_name().encode()).hexdigest()[:16]
-    base = dist.PrefixStore(f"eprt/{job}/{label}", store)
-    deadline = time.monotonic() + timeout_s
+    base, deadline = dist.PrefixStore(f"eprt/{job}/{label}", store), time.monotonic() + timeout_s
     while True:
         attempt = _Attempt(base, rank, size, timeout_s, deadline, silent_s, host)
         attempt.refusal = refusal
         attempt.join(Member.here(size, layout))
         if refusal is not None:
-            attempt.await_late()  # or they would take the next call for this one
+            with suppress(TimeoutError):
+                bounded(attempt.await_late, timeout_s)  # or they would take the next call for this one
             raise refusal
         try:
             require_files(size)

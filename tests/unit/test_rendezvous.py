@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -152,6 +154,29 @@ def test_a_rank_that_cannot_take_part_is_not_waited_for(refuses: int, late: int)
     said = f"rank {refuses} raised: ConfigError: no such GPU; others still wait for it. Restart the job."
     assert found == [f"{refuses} raised: {said}"] * 2
     assert len({met.nonce for met in come(store, range(SIZE))}) == 1
+
+
+def test_a_server_that_exits_waits_for_late_ranks_where_no_thread_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 makes none at interpreter exit."""
+    store = dist.HashStore()
+    come(store, [0], timeout_s=2.0, host="rank 0", refuses=0)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't create new thread")))
+    rendezvous._ENDED[-1].deadline = time.monotonic() + 0.5
+    started = time.monotonic()
+    rendezvous.await_late()
+    assert time.monotonic() - started > 0.4
+
+
+def test_a_refusal_is_told_at_the_rendezvous_that_rank_0_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A World of an attempt before this one was made in the store; then torchrun started the ranks again."""
+    store = dist.HashStore()
+    come(store, range(SIZE), host=AGENT)
+    rendezvous._JOINED.clear()
+    monkeypatch.setattr(process, "_PROCESS", "another")
+    monkeypatch.setattr(process, "boot_id", lambda: "another")
+    found = come(store, range(SIZE), timeout_s=3.0, late=0, refuses=1, host=AGENT)
+    assert found.pop(1) == "own: no such GPU"
+    assert all("rank 1 raised: ConfigError: no such GPU" in said for said in found), found
 
 
 def test_ranks_that_all_refuse_meet_at_their_next_call() -> None:
