@@ -138,6 +138,7 @@ class Shrinking:
         board.name_leavers(num_lost, going)
         deadline, late = time.monotonic() + self._patience_s, {world.rank} if going else set[int]()
         while late and time.monotonic() < deadline:
+            guard.acknowledge()  # this rank isn't stuck: who is lost meanwhile, it goes on without
             late = set(world._ranks) - lost - set().union(board.leavers(num_lost), *guard.absent())
             time.sleep(_LOOK_S)
         told = board.leavers(num_lost)
@@ -208,6 +209,7 @@ class Shrinking:
         world, board, told = self._world, guard.board, False
         deadline = time.monotonic() + self._patience_s
         while True:
+            guard.acknowledge()
             grown = self._grown(guard, lost)
             if grown != lost or not told:
                 lost, told = grown, True

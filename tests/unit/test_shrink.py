@@ -191,6 +191,11 @@ def test_a_rank_that_the_others_went_on_without_cannot_go_on_without_them() -> N
     assert f"RankLost: rank 3 {OUT} [2, 3] were lost: the others go on without it" in also
 
 
+def test_a_rank_that_waits_for_others_to_name_leavers_is_not_stuck() -> None:
+    found = survivors(4, {2}, jobs.loses_one_while_leavers_are_named)
+    assert found == {0: (True, True, False, False), 1: (True, True, False, False), 3: (True,) * 4}
+
+
 def test_leavers_that_are_refused() -> None:
     for rank, found in enumerate(launch(jobs.refused_leavers, 4, timeout_s=60.0)):
         unknown, flag, number, itself, half, nobody, inside = found

@@ -259,3 +259,19 @@ def told_lists(context, lists: list[list[int]], later: int = -1) -> tuple[str, t
         found = said(lambda: world.shrink(lists[world.rank])), world.alive
         time.sleep(2.0)  # a process that ends is a lost one to the others
     return found
+
+
+def loses_one_while_leavers_are_named(context) -> tuple[bool, ...]:
+    """Rank 3 leaves, and rank 2 dies while rank 0 waits for rank 1 to say so, as on a GPU: there a guard ends a process
+    that knows of no verdict."""
+    world = context.world(timeout_s=8.0)
+    assert world._guard is not None
+    world._guard._exit_after_s = 1.0 if world.rank == 0 else None
+    CheckedLayer(world, "none", "continue").step(0)
+    time.sleep((0.0, 4.0, 0.5, 7.0)[world.rank])
+    if world.rank == 2:
+        die()
+    if world.rank < 2:
+        world.shrink([3])
+        world._guard._exit_after_s = None
+    return world.alive
