@@ -66,7 +66,7 @@ class Board(dist.Store):
         match message:
             case {"lost": [*ranks]} if self._are_ranks(ranks):
                 self.votes[rank] = frozenset(ranks)
-            case {"leavers": [int(lost), [*ranks]]} if self._are_ranks(ranks):
+            case {"leavers": [int(lost), [*ranks]]} if 0 <= lost < len(self._ranks) and self._are_ranks(ranks):
                 self._leavers.setdefault((lost, rank), frozenset(ranks))
             case {"note": [str(key), str(text)]} if len(self._notes) < _MAX_NOTES:
                 try:
