@@ -94,7 +94,7 @@ def test_settings_by_one_of_two_names_that_files_of_a_family_use(quant, format):
     """transformers' names of DeepSeek-V4's matrices, which these leave out, are of the same matrices."""
     assert scheme_of({"quantization_config": quant}, DeepseekV4().expert_modules(3), 8).format == format
     one_left = mixed(dict.fromkeys((name for name in V4 if not name.endswith("w3")), "NVFP4"))
-    with pytest.raises(ConfigError, match="w1 nvfp4, w3 bf16; expected one"):
+    with pytest.raises(ConfigError, match="gate_proj nvfp4, up_proj bf16; expected one"):
         scheme_of({"quantization_config": one_left}, DeepseekV4().expert_modules(3), 8)
 
 
